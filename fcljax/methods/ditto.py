@@ -36,17 +36,17 @@ class DittoOptions:
     """Weight lambda that keeps a client's personal model close to the global one."""
 
 
-PRESETS = with_mini(
-    {"intended": Preset(DittoOptions(), adapters=(LoraOptions(lora_pairs="one"),))}, lr=1e-2, lora_lr=1e-3
-)
+_LORA = LoraOptions(lora_pairs="one")
+PRESETS = with_mini({"intended": Preset(DittoOptions(), adapters=(_LORA,))}, lr=1e-2, lora_lr=1e-3)
 
 
 class Personal(NamedTuple):
-    """A client that trains its personal model."""
+    """The personal model of a client while it trains."""
 
     model: Params
-    """The personal model v."""
+    """v."""
     optimiser: PyTree
+    """The optimiser's state."""
     steps: Int[Array, ""]
     """Steps that it took in this round."""
 
@@ -63,6 +63,7 @@ def ditto(options: DittoOptions, run: Run) -> Method:
     method = federate(run, model, loss=loss, client_rules=(rule,))
 
     def predict_client(round_context: RoundContext, server: ServerState, state: tuple, batch: Batch) -> Array:
+        # the method's only client rule comes first, so its state is the personal model
         personal = state[0]
         params = model.merge(server.params, round_context.task, personal)
         return method.predict(round_context, server._replace(params=params), batch)
@@ -71,11 +72,12 @@ def ditto(options: DittoOptions, run: Run) -> Method:
 
 
 def personal_model(weight: float, loss: Loss, training: Training, adapter: Adapter) -> ClientRule:
-    """Train the client's personal model for as many epochs after training; it is the state.
+    """Train the personal model after the global one, for as many epochs. It is the
+    client's state.
 
     Args:
       weight: lambda.
-      loss: the clients' own.
+      loss: the clients' loss L_ce.
       training: epochs, batch size, optimiser and learning rate.
       adapter: for its learning rate; it must train the same parameters in every task.
     """
@@ -86,8 +88,7 @@ def personal_model(weight: float, loss: Loss, training: Training, adapter: Adapt
         return trainable
 
     def start(_context: ClientContext, model: Params, _key: PRNGKeyArray) -> Personal:
-        # a new optimiser in every round, as for the global model: momentum does not
-        # outlive a round
+        # a new optimiser in every round, as for the global model
         return Personal(model, training.optimiser.init(model), jnp.int32(0))
 
     def end(
@@ -107,11 +108,12 @@ def personal_model(weight: float, loss: Loss, training: Training, adapter: Adapt
         epoch = training.epoch_of(step.context, memory.steps)
         factor = training.rate_factor(step.context, epoch)
         update: Params = optax.tree.scale(-training.lr * factor, direction)
-        if adapter.rate is not None:  # the adapter has a learning rate of its own
+        if adapter.rate is not None:
+            # the update above has the run's learning rate
             scaled = optax.tree.scale(adapter.rate / training.lr, update.adapter)
             update = update._replace(adapter=scaled)
         updated: Params = optax.tree.add(model, update)
-        # running statistics move by the forward pass, not by a gradient
+        # running statistics move with the forward pass of v on the client's data
         stats = step.forward(model).stats
         return Personal(updated._replace(stats=stats), optimiser, memory.steps + 1)
 
@@ -123,7 +125,8 @@ def personal_model(weight: float, loss: Loss, training: Training, adapter: Adapt
 def personal_loss(weight: float, loss: Loss, step: ClientStep, model: Params) -> Float[Array, ""]:
     """Return L_ce(v) + lambda / 2 ||v - w_t||^2 (eq. 1)."""
     value = loss.value(step.forward(model), step.batch, step.context.task)
+    # w_t is what the client received, not what it has trained from it. Running statistics
+    # follow the client's data and are not pulled towards the global ones
     global_model = step.context.payload.trainable._replace(stats=())
-    # statistics follow the client's data and are not pulled towards the global ones
     difference = optax.tree.sub(model._replace(stats=()), global_model)
     return value + weight / 2 * optax.tree.norm(difference, squared=True)

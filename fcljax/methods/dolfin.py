@@ -42,7 +42,8 @@ from fcljax.settings import Preset, with_headtune, with_mini
 from fcljax.types import ClientContext, Method, Task, Weighted
 
 Matrices = Float[Array, "blocks D D"]
-ROW_LENGTH = 3**-0.5  # of A: that of the usual uniform draw (InfLoRA's release)
+# norm of each row of A, as in InfLoRA's release: that of the usual uniform draw of LoRA's A
+ROW_LENGTH = 3**-0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,8 @@ class DolfinOptions:
     """Fraction epsilon of the inputs' Gram matrix that the memory explains after the
     first task."""
     memory_last: float = option(1.0, positive=True, most=1.0)
-    """Fraction epsilon after the last task; it grows by the same step in every task."""
+    """Fraction epsilon that a task after the last would have: epsilon grows by the same
+    step in every task, a T-th of the difference."""
 
 
 _LORA = LoraOptions(lora_lr=5e-4, lora_rank=10, local_lora="products", global_lora="products")
@@ -74,7 +76,7 @@ def dolfin(options: DolfinOptions, run: Run) -> Method:
 
 
 def sends_b_alone(model: Learner) -> Learner:
-    """Return the learner whose clients do not send A, which all of them share."""
+    """Return the learner whose clients send B without A, which all of them share."""
 
     def sends(trainable: Params, _task: Task) -> Params:
         # 2 r D fewer scalars per block: the upload is B and the classifier
@@ -88,9 +90,8 @@ def sends_b_alone(model: Learner) -> Learner:
     return model._replace(sends=sends, merge=merge)
 
 
-# after the step, because weight decay would also turn A out of its directions
 def put_back_a(context: ClientContext, trainable: Params) -> Params:
-    """Put A back after a step: it does not train, nor decay."""
+    """Put A back after a step: neither the gradient nor weight decay may change it."""
     shared: Lora = context.payload.trainable.adapter
     pair = trainable.adapter._replace(a_q=shared.a_q, a_v=shared.a_v)
     return trainable._replace(adapter=pair)
@@ -123,7 +124,8 @@ def orthogonal_inputs(options: DolfinOptions, run: Run) -> ServerRule:
         task = round.task.index
         pairs: Lora = params.adapter
         rank = pairs.a_q.shape[2]
-        # from the memory of the earlier tasks, before this task's inputs join it
+        # from the memory of the earlier tasks: this task's inputs join it below, and would
+        # leave A no directions
         a = jax.vmap(lambda p, g: new_directions(p, g, rank))(memory, gram)
         # queries and values read the same inputs, so both pairs get the same A
         pairs = pairs._replace(a_q=pairs.a_q.at[task].set(a), a_v=pairs.a_v.at[task].set(a))
@@ -143,6 +145,7 @@ def threshold(
     tasks: int,
 ) -> Float[Array, ""]:
     """Return epsilon_t, which grows linearly over the tasks."""
+    # divided by T, not T - 1, as in InfLoRA's release: the last task stays a step below
     growth = options.memory_last - options.memory_first
     return options.memory_first + growth * task / tasks
 
@@ -152,7 +155,6 @@ def new_directions(
 ) -> Float[Array, "rank D"]:
     """Return A_t, with rows of 0 if the memory leaves fewer directions than the rank."""
     vectors, values = outside(memory, gram)
-    # a zero direction would be an arbitrary vector of the null space, which P may
-    # contain
+    # singular vectors of value 0 are arbitrary, and may lie in the range of P
     exists = values[:rank] > ROUNDING * jnp.linalg.norm(gram)
     return ROW_LENGTH * jnp.where(exists[:, None], vectors[:, :rank].T, 0.0)

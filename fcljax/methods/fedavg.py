@@ -2,8 +2,8 @@
 et al. 2017).
 
 `fedavg` runs on FPPL's adapter with FPPL's three parts off (FPPL table III, first row):
-one prompt per task, which the untrained gate picks; as in the release, that gate travels
-and is counted. `linear`, `joint`, `centralised`, `sequential`, `l2p`,
+one prompt per task, selected by the untrained gate. As in the release, the gate is sent
+and counted all the same. `linear`, `joint`, `centralised`, `sequential`, `l2p`,
 `dualprompt` and `coda-prompt` are FedAvg on other adapters.
 """
 
@@ -40,6 +40,7 @@ class LinearClassifierOptions(ClassPromptOptions):
     The classifier begins as the zero-shot one."""
 
 
+# FPPL's adapter without its fusion of prompts
 _PROMPTS = (PromptOptions(wo_fusion=True, gate_scale="fixed", prompt_upload="current"),)
 PRESETS = with_headtune(
     with_mini(
@@ -52,9 +53,8 @@ PRESETS = with_headtune(
     )
 )
 PLAIN = with_headtune(with_mini({"intended": Preset(NoOptions())}, lr=1e-2))
-_WITH_LORA = with_mini(
-    {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one"),))}, lora_lr=1e-3
-)
+_LORA = LoraOptions(lora_pairs="one")
+_WITH_LORA = with_mini({"intended": Preset(NoOptions(), adapters=(_LORA,))}, lora_lr=1e-3)
 LINEAR = with_headtune(with_mini({"intended": Preset(LinearClassifierOptions())}, lr=1e-2))
 JOINT = with_changes(_WITH_LORA, rounds=15)
 # one client has all examples: of all classes at once, or of task after task
@@ -72,6 +72,7 @@ def linear(options: LinearClassifierOptions, run: Run) -> Method:
     """Compose FedAvg of a classifier, which may begin as CLIP's zero-shot one."""
     if options.class_prompts == "none":
         return plain(NoOptions(), run)
+    # refuses a network without a text side
     text_side(run, "linear")
     return federate(run, named_learner(run, linear_from_text()), loss=cross_entropy_loss())
 
@@ -79,6 +80,7 @@ def linear(options: LinearClassifierOptions, run: Run) -> Method:
 def plain(_options: NoOptions, run: Run) -> Method:
     """Compose FedAvg with cross-entropy over the classes of the current task."""
     keys = two_keys
-    if run.adapter.plain:  # the classifier alone draws
+    # on a frozen network only the classifier draws initial values
+    if run.adapter.plain:
         keys = one_key
     return federate(run, linear_learner(run, keys), loss=cross_entropy_loss())

@@ -1,6 +1,6 @@
 """FedAvg-Prompt (HePCo's first baseline): HePCo's clients, and a server that only averages.
 
-With one client that has everything it is the centralised prompting of HePCo's table 1;
+With one client that has all examples it is the centralised prompting of HePCo's table 1;
 with `prox_weight` it is FedProx on prompts.
 """
 
@@ -12,6 +12,7 @@ from fcljax.types import Method
 
 PRESETS = with_headtune(CLIENT)
 FEDPROX = with_headtune(with_changes(CLIENT, prox_weight=0.01))
+# 20 epochs are those of CODA-Prompt on CIFAR-100; HePCo does not state its own
 CENTRALIZED = with_changes(CLIENT, partition="iid", aggregator="mean", clients=1, rounds=1, epochs=20)
 
 

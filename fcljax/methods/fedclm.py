@@ -1,13 +1,12 @@
 """FedCLM (a baseline of PILoRA's tables): FedAvg in training, class means at inference.
 
     each round  as FedAvg
-    task end    each client sends sums of features and numbers of examples of the task's classes under the
-                final model; the class means classify
+    task end    each client sends sums of features and numbers of examples of the task's
+                classes under the final model; the class means classify
 
-Means of old classes are not computed again, since nobody has their data any more. With
-`classifier` = "linear" this is FedNCM after LoRA was tuned, the reading of that baseline
-in PILoRA's tables whose accuracy depends on the partition, as it does there; `fedncm`
-itself trains nothing.
+Means of old classes are not computed again, as clients no longer have their data. PILoRA's
+tables also have FedNCM, with an accuracy that depends on the partition, so they must have
+tuned LoRA first: that is `classifier` = "linear" here. `fedncm` itself trains nothing.
 """
 
 import dataclasses
@@ -31,17 +30,16 @@ class FedCLMOptions:
     FedNCM does)."""
 
 
-# at a rate of 1e-3 LoRA spoils the features of a real network, of which there are means
-PRESETS = with_mini(
-    {"intended": Preset(FedCLMOptions(), adapters=(LoraOptions(lora_pairs="one"),))}, lora_lr=1e-4
-)
+_LORA = LoraOptions(lora_pairs="one")
+# mini: at a learning rate of 1e-3 LoRA spoils the features of which the means are taken
+PRESETS = with_mini({"intended": Preset(FedCLMOptions(), adapters=(_LORA,))}, lora_lr=1e-4)
 
 
 def fedclm(options: FedCLMOptions, run: Run) -> Method:
     """Compose FedCLM."""
     width = run.network.width
     classes = run.sizes.classes
-    # the linear classifier trains, the means predict
+    # clients train a linear classifier; the means are for evaluation
     means = nearest_mean(width, classes, options.classifier, inner=linear(width, classes))
     model = learner(run.network, run.adapter, means)
     rule = class_mean_rule(run, "task_end")

@@ -2,7 +2,7 @@
 
 task start  each client sends, once, the sum of its features and its number of examples
             of each class
-            the server's means are those of all examples, however they are partitioned
+            the server's means are those of all examples, whatever the partition
 """
 
 import dataclasses
@@ -27,4 +27,5 @@ def fedncm(options: FedNCMOptions, run: Run) -> Method:
     """Compose FedNCM; nothing trains."""
     means = nearest_mean(run.network.width, run.sizes.classes, options.classifier)
     model = learner(run.network, run.adapter, means)
+    # at the start of a task: nothing trains, so the features will not change
     return federate(run, model, server_rules=(class_mean_rule(run, "task_start"),))

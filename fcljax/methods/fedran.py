@@ -15,9 +15,8 @@
     prediction      the largest entry of relu(f^T P)^T W
 
 `[A, B] [A, B]^T = A A^T + B B^T`, so the merged factor approximates the sum of all
-Gram matrices. With r as large as the number of a client's examples, and as many
-directions at the server as all of them span, nothing is lost: the classifier is
-FedRanPAC's with a fixed ridge.
+Gram matrices. Nothing is lost if r is at least each client's number of examples and the
+server keeps all directions: the classifier is then FedRanPAC's with a fixed ridge.
 """
 
 import dataclasses
@@ -55,12 +54,12 @@ from fcljax.parts.ridge import Moments, add_examples, no_moments, solve_ridge
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.types import ClientContext, Method, Task, Weighted
 
-# keys that do not depend on the run's seed: which
-# examples have labels is part of the data
-LABELS = 1  # key of the draw of the examples whose labels are known
-SKETCH = 2  # key of the first basis of the subspace iteration
+# Keys that do not depend on the run's seed. LABELS: which examples have labels is part of
+# the data. SKETCH: the first basis of the subspace iteration is the same for all clients.
+LABELS = 1
+SKETCH = 2
 ITERATIONS = 4  # of the subspace iteration
-OVERSAMPLING = 10  # its directions beyond the requested rank
+OVERSAMPLING = 10  # directions beyond the requested rank, so that the last ones converge too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +103,7 @@ def fedran(options: FedRANOptions, run: Run) -> Method:
     width = run.network.width
     classes = run.sizes.classes
     server_rules = (low_rank_ridge(options, run),)
-    # with all labels known there is nothing to assign, so no means travel
+    # only pseudo-labels need class means at clients
     if options.labelled == 1 or not options.pseudo_labels:
         classifier = on_projection(width, options.projection, classes)
     else:
@@ -131,13 +130,14 @@ def gram_report(options: FedRANOptions, run: Run) -> Report:
     most_examples = run.sizes.examples
 
     def init(_context: ClientContext) -> Moments | Examples:
-        # H^T H of n rows has rank n at most: n x n is the smaller matrix
+        # with n <= M examples, the features themselves [n, M] are smaller than H^T H [M, M]
         if 0 < most_examples <= width:
             return no_examples(most_examples, width, classes)
         return no_moments(width, classes)
 
     def add(step: ClientStep, total: Moments | Examples) -> Moments | Examples:
         batch = step.batch
+        # () where the method sends no means
         prototypes = step.context.payload.trainable.classifier
         h = random_features(step)
         labelled = has_label(batch.index, options.labelled)
@@ -162,7 +162,7 @@ def gram_report(options: FedRANOptions, run: Run) -> Report:
 
 
 class Examples(NamedTuple):
-    """A client's projected features themselves, n M scalars in place of M^2."""
+    """A client's projected features: n M scalars, where their Gram matrix has M^2."""
 
     h: Float[Array, "n M"]
     """Projected features in the order of the batches; zeros after the last one."""
@@ -184,9 +184,9 @@ def keep_examples(
     mask: Bool[Array, " batch"],
 ) -> Examples:
     """Append the examples of a batch that are in the mask."""
-    # an index beyond the buffer is dropped
+    # consecutive places from the first free one; JAX drops writes beyond the buffer
     position = jnp.where(mask, total.count + jnp.cumsum(mask) - 1, len(total.h))
-    # masked out twice: padding may hold NaN, and its label counts in no class
+    # padding and examples without a label count in no class
     y = jax.nn.one_hot(label, total.products.shape[1]) * mask[:, None]
     products = total.products + exact_matmul(jnp.where(mask[:, None], h, 0.0).T, y)
     buffer = total.h.at[position].set(h, mode="drop")
@@ -196,23 +196,23 @@ def keep_examples(
 def summary_of_examples(total: Examples, rank: int) -> Summary:
     """Return the largest directions of H^T H, and the class sums as they are.
 
-    They come from the small matrix  H H^T = U S U^T:  with  H^T H = V S V^T,
+    They come from the small matrix H H^T = U S U^T [n, n]: if H^T H = V S V^T, then
     V S^(1/2) = H^T U.
     """
     _, vectors = jnp.linalg.eigh(exact_matmul(total.h, total.h.T))
     largest = vectors[:, ::-1][:, :rank]  # eigenvalues ascend
     factor = exact_matmul(total.h.T, largest)
-    # more directions than examples: the rest are zeros
+    # all clients send `rank` columns; with fewer examples the rest are zeros
     factor = jnp.pad(factor, ((0, 0), (0, rank - factor.shape[1])))
-    # `Sizes.examples` promises that the buffer holds all examples. If it does not, the
-    # upload is made non-finite, so that the server leaves it out
+    # `Sizes.examples` promises that the buffer holds all examples. If it does not, NaN
+    # makes the server reject the upload: a factor of some examples would be wrong
     factor = jnp.where(total.count <= len(total.h), factor, jnp.nan)
     trace = jnp.sum(total.h**2)
     return Summary(factor, total.products, total.count.astype(jnp.float32), trace)
 
 
 def has_label(index: Int[Array, " batch"], share: float) -> Bool[Array, " batch"]:
-    """Choose the examples whose label is known; the partition does not matter."""
+    """Choose the examples whose label is known, independently of the partition."""
     if share == 1:
         return jnp.ones_like(index, bool)
     return chosen_by_index(index, share, jax.random.key(LABELS))
@@ -232,16 +232,15 @@ def largest_directions(gram: Float[Array, "M M"], rank: int) -> Float[Array, "M 
     """
     width = len(gram)
     directions = min(rank + OVERSAMPLING, width)
-    # a fixed start: all clients' subspaces are the same function of their data
+    # a fixed start, so that the result depends on the Gram matrix alone
     start = jax.random.normal(jax.random.key(SKETCH), (width, directions))
 
     def iterate(_: Array, basis: Array) -> Array:
-        # orthogonal after every product, or all columns
-        # would turn to the largest direction
+        # without QR all columns would turn to the largest direction
         return jnp.linalg.qr(exact_matmul(gram, basis))[0]
 
     basis = jax.lax.fori_loop(0, ITERATIONS, iterate, jnp.linalg.qr(start)[0])
-    # the eigenvectors within the subspace
+    # Rayleigh-Ritz: eigenvectors of the matrix restricted to the subspace
     values, vectors = jnp.linalg.eigh(exact_matmul(basis.T, exact_matmul(gram, basis)))
     # rounding makes tiny eigenvalues negative, whose root would be NaN
     factor = exact_matmul(basis, vectors) * jnp.sqrt(jnp.maximum(values, 0))
@@ -255,14 +254,16 @@ def possible_summary(
     """Check whether a client with so many examples can have reported this.
 
     |F|^2 is at most the trace of the Gram matrix G, and tr(Q^T G^+ Q) at most the number
-    of examples. What F leaves out of G has no eigenvalue above the least of F F^T (twice
-    that for F of the subspace iteration), nor above its trace: G <= F F^T + rho I.
+    of examples. The server does not know G, but a bound on it: the directions that F
+    leaves out have eigenvalues of at most the least one of F F^T (twice that, as the
+    subspace iteration is not exact), and of at most the trace that is left. With rho the
+    smaller of both, G <= F F^T + rho I.
     """
     squares = jnp.sum(reported.factor**2, axis=0)
     left_out = jnp.maximum(reported.trace - jnp.sum(squares), 0)
     rho = jnp.minimum(left_out, 2 * jnp.min(squares)) + ROUNDING * reported.trace
     rho = jnp.maximum(rho, jnp.finfo(jnp.float32).tiny)
-    # F = Z R: the part of Q in the range of Z, and the part outside
+    # F F^T + rho I is R R^T + rho I in the range of Z, where F = Z R, and rho I outside
     z, r = jnp.linalg.qr(reported.factor)
     inside = exact_matmul(z.T, reported.products)
     outside = reported.products - exact_matmul(z, inside)
@@ -291,11 +292,11 @@ def low_rank_ridge(options: FedRANOptions, run: Run) -> ServerRule:
     def update(round: ServerRound, params: Params, total: Summary) -> ServerUpdate:
         of_task = merge_clients(round.reports["summary"], round.valid, rank)
         total = add_task(total, of_task)
-        # lambda in units of the mean eigenvalue of the Gram matrix
+        # tr(G) / M is the mean eigenvalue, which grows with the examples; lambda does not
         ridge = options.ridge * total.trace / width
         weights = solve_low_rank(total.factor, total.products, ridge)
         classifier: Projected = params.classifier._replace(weights=weights)
-        # before any example the trace is 0
+        # the share of G that the kept directions explain; without examples the trace is 0
         trace = jnp.maximum(total.trace, jnp.finfo(jnp.float32).tiny)
         explained = jnp.sum(total.factor**2) / trace
         metrics = {"explained": Weighted(explained, jnp.float32(1))}
@@ -309,7 +310,7 @@ def merge_clients(reported: Summary, valid: Bool[Array, " P"], rank: int) -> Sum
     """Return the summary of a task's examples from those of its clients [P, ...]."""
 
     def zero_invalid(leaf: Array) -> Array:
-        # zeros add no direction, and NaN of an invalid upload would reach all of them
+        # zeros add no direction; a NaN would reach every entry of the QR factors
         return jnp.where(valid.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0.0)
 
     reported = jax.tree.map(zero_invalid, reported)
@@ -334,7 +335,7 @@ def merge_directions(columns: Float[Array, "M n"], rank: int) -> Float[Array, "M
     """
     z, r = jnp.linalg.qr(columns)
     u, s, _ = jnp.linalg.svd(r, full_matrices=False)
-    # V of the SVD is not needed: F F^T = Z U S^2 U^T Z^T whatever V is
+    # [...] [...]^T = Z U S^2 U^T Z^T, so V is not needed
     return exact_matmul(z, u[:, :rank]) * s[:rank]
 
 
@@ -343,10 +344,10 @@ def solve_low_rank(
 ) -> Float[Array, "M C"]:
     """Return (F F^T + ridge I)^-1 Q by Woodbury's identity; 0 before any example.
 
-    It solves a system of r x r: (F F^T + ridge I)^-1 = (I - F (F^T F + ridge I)^-1 F^T)
-    / ridge.
+    It solves a system of r x r in place of M x M:
+    (F F^T + ridge I)^-1 = (I - F (F^T F + ridge I)^-1 F^T) / ridge.
     """
-    # before any example the classifier is then 0 / tiny = 0
+    # without examples ridge and Q are 0, and the classifier is 0 / tiny = 0
     ridge = jnp.maximum(ridge, jnp.finfo(jnp.float32).tiny)
     inner = solve_ridge(exact_matmul(factor.T, factor), exact_matmul(factor.T, products), ridge)
     return (products - exact_matmul(factor, inner)) / ridge
@@ -382,7 +383,8 @@ def labelled_means(options: FedRANOptions, run: Run) -> ServerRule:
 def prototypes_of_task(params: Projected, task: Task) -> Sums:
     """Return the broadcast: the labelled sums of the task's classes [Ct]."""
     sums: Sums = params.statistics
-    is_class = task.classes >= 0  # and no padding
+    # padding is -1, which would read the last class
+    is_class = task.classes >= 0
     index = jnp.maximum(task.classes, 0)
     feature = jnp.where(is_class[:, None], sums.feature[index], 0.0)
     return Sums(feature, jnp.where(is_class, sums.examples[index], 0.0))

@@ -1,12 +1,13 @@
 """FFA-LoRA: federated LoRA with the factor A frozen (Sun et al., ICLR 2024, arXiv
 2403.12313).
 
-    all        have the same random A, which nobody trains or sends
+    start      all clients have the same random A, which is never trained or sent
     client     trains B, which starts at 0, and the classifier, and sends both
     server     averages B: the mean of the products B_k A is the product of the mean with A
 
-LoRA averaged factor by factor misses the clients' mean update, since the mean of products
-is not the product of means. With one A for all it is exact, at half of the bytes.
+Averaging LoRA's factors A and B separately misses the mean of the clients' updates, since
+the mean of products is not the product of means. With one A for all clients it is exact,
+at half of the bytes.
 """
 
 from typing import NamedTuple
@@ -45,7 +46,7 @@ def ffa_lora(_options: NoOptions, run: Run) -> Method:
 
 
 def frozen_a(lora: Adapter) -> Adapter:
-    """Return LoRA of which B alone trains. The parameters of all tasks stay LoRA's pairs."""
+    """Return LoRA in which only B trains. The parameters of all tasks stay LoRA's pairs."""
 
     def trainable(pairs: Lora, task: Task) -> FactorB:
         pair = lora.trainable(pairs, task)
@@ -59,7 +60,7 @@ def frozen_a(lora: Adapter) -> Adapter:
         return Lora(pairs.a_q[slot], factor.query, pairs.a_v[slot], factor.value)
 
     def cached(pairs: Lora) -> Lora:
-        # A of the pairs of all tasks follows from the seed; earlier B act in the network
+        # clients need A of the task's pair, and the whole pairs of earlier tasks
         return pairs
 
     def inject(
@@ -74,6 +75,7 @@ def frozen_a(lora: Adapter) -> Adapter:
         return lora.inject(pairs, with_factor(pairs, task, factor), query, task, train, mask)
 
     def lasting(factor: FactorB) -> FactorB | tuple[()]:
+        # LoRA says whether there is one pair for all tasks; it does not read A for that
         pair = Lora(None, factor.query, None, factor.value)  # pyrefly: ignore[bad-argument-type]
         return factor if lora.lasting(pair) else ()
 

@@ -47,8 +47,8 @@ from fcljax.settings import Preset, with_mini
 from fcljax.types import ClientContext, Method, Task, Weighted
 
 Projections = Float[Array, "blocks inputs inputs"]
-# by which the norm of a sketch may exceed its mean over the signs: with 8 columns or more
-# an honest client is refused with a probability below 1e-12
+# factor by which |X Omega|^2 may exceed its mean over the random signs: with 8 columns or
+# more an honest client is rejected with a probability below 1e-12
 SIGNS = 10.0
 
 
@@ -100,15 +100,17 @@ def orthogonal_updates(adapter: Adapter) -> Adapter:
         pairs: Lora = adapter.init(key, frozen)
         tasks, blocks, rank, width = pairs.a_q.shape
         if tasks > 1:
-            # a new pair would add to all outputs, whatever the inputs
+            # P protects what one pair computes; a new pair would add to all outputs
             raise InputError("lora_pairs: 'task' leaves no pair that later tasks update; nearest: 'one'")
-        nothing = jnp.zeros((blocks, rank, rank))
-        return Protected(pairs, jnp.zeros((blocks, width, width)), nothing, nothing)
+        # no input is protected before the first task ends
+        no_projection = jnp.zeros((blocks, rank, rank))
+        return Protected(pairs, jnp.zeros((blocks, width, width)), no_projection, no_projection)
 
     def trainable(params: Protected, task: Task) -> Lora:
         return adapter.trainable(params.pairs, task)
 
     def merge(params: Protected, task: Task, mean: Lora) -> Protected:
+        # of the mean: the projection is linear, so it is that of the clients' updates
         old: Lora = adapter.trainable(params.pairs, task)
         new = Lora(
             a_q=old.a_q + orthogonal(mean.a_q - old.a_q, params.tokens),
@@ -122,7 +124,8 @@ def orthogonal_updates(adapter: Adapter) -> Adapter:
         return ()
 
     def inject(_cached: PyTree, pair: Lora, query, task: Task, train: bool, mask) -> Injection:
-        # the one pair is all that acts; in evaluation `_cached` are the parameters
+        # only the trainable pair acts. In evaluation `_cached` has all parameters, with
+        # the projections, which the adapter does not know
         assert adapter.inject is not None
         return adapter.inject((), pair, query, task, train, mask)
 
@@ -152,7 +155,8 @@ def input_sketch(columns: int) -> Report:
         tokens = x.shape[1] // len(step.batch.mask)
         client = step.context.client.id
 
-        # by client, task and example, so that the sketch does not depend on the batches
+        # keyed by client, task and example: the sketch does not depend on the batches, and
+        # no two clients have the same signs
         def signs(example: Int[Array, ""]) -> Float[Array, "tokens s"]:
             key = fold(jax.random.key(0), client, step.context.task.index, example)
             return jax.random.rademacher(key, (tokens, total.shape[2]), jnp.float32)
@@ -182,6 +186,7 @@ def principal_subspaces(options: FOTOptions) -> ServerRule:
         protected: Protected = params.adapter
         pair: Lora = round.learner.adapter.trainable(protected, round.task)
         share = options.subspace_share + options.subspace_growth * round.task.index
+        # many tasks must not ask for more than all of the inputs' energy
         epsilon = jnp.minimum(share, 1.0)
 
         def extended(

@@ -42,7 +42,8 @@ from fcljax.settings import Preset, with_mini
 from fcljax.types import LearningRate, Method, Metrics, Task, View, Weighted
 
 Average = Literal["holders", "batch"]
-# most prototypes on which the server measures its classifier
+# number of prototypes on which the server measures the debiased classifier, at most: the
+# pool grows to K x C, and the measurement must not cost more than the training
 EVALUATED = 1024
 
 
@@ -85,8 +86,8 @@ class FPPLOptions:
     them also the features without prompts, which the gate reads (both)."""
 
 
-# the paper's 5 server epochs are a few dozen steps, each of which moves a logit by at
-# most lr * sum |feature|
+# mini: on few prototypes the paper's 5 server epochs are a few dozen steps, and a step of
+# Adam moves a logit by about lr * sum |feature| at most, which is too little
 PRESETS = with_mini(
     {
         "intended": Preset(FPPLOptions()),
@@ -104,7 +105,7 @@ def fppl(options: FPPLOptions, run: Run) -> Method:
     if not options.wo_unified:
         client_rules = (unified_representation(options),)
     server_rules = ()
-    # either of them reads prototypes
+    # the unified loss and the debiasing both need the pool of prototypes
     if not (options.wo_unified and options.wo_debias):
         server_rules = (debias_classifier(options, run),)
     classifier = classifiers.linear(feature_width(run, options.features), run.sizes.classes)
@@ -149,14 +150,17 @@ def unified_representation(options: FPPLOptions) -> ClientRule:
     return ClientRule("unified", loss)
 
 
-# G reaches a client before training: it is the server's of the round before
 def global_prototypes(step: ClientStep, options: FPPLOptions) -> tuple[Prototypes, Array]:
-    """Return G of the current task at a client, and the class of each prototype."""
+    """Return G of the current task at a client, and the class of each prototype.
+
+    It is the server's after the round before: in a task's first round there is none.
+    """
     received = step.context.payload.sent["debias"]
     task = step.context.task
     if options.prototype_download == "current":
         return received, task.classes
-    # L_ur is over the current classes (eq. 6), although earlier ones have prototypes too
+    # the release sends the prototypes of all classes, but L_ur reads those of the current
+    # ones (eq. 6)
     present = received.present & task.current
     return received._replace(present=present), jnp.arange(task.current.shape[0])
 
@@ -179,16 +183,16 @@ def unified_representation_loss(
       feature: c_x.
       label: y.
       mask: examples that are no padding.
-      prototypes: G; those that are not present are no alternatives a.
+      prototypes: G; classes that are not present do not occur in the sum over a.
       classes: row i of the prototypes is class classes[i].
       temperature: tau.
       average: whether examples whose class has no prototype count in the mean ("batch")
         or not ("holders"). They add nothing to the sum.
       reduction: over the batch; 0 if no example has a prototype.
     """
-    # the prototypes are targets: only features move
+    # the prototypes are targets, so only the features get a gradient
     similarity = heads.cosine(feature, jax.lax.stop_gradient(prototypes.vector)) / temperature
-    # at most one prototype is positive: the example's class
+    # one-hot in the example's class, or all False if that has no prototype
     positive = (label[:, None] == classes) & prototypes.present
     # absent prototypes would add exp(0) to the denominator
     log_denominator = jax.nn.logsumexp(heads.mask_logits(similarity, prototypes.present), axis=-1)
@@ -211,7 +215,7 @@ def debias_classifier(options: FPPLOptions, run: Run) -> ServerRule:
     """
     width = feature_width(run, options.features)
     server_lr = options.server_lr
-    # the paper names one learning rate; both Adams then share it
+    # the paper names one learning rate for clients and server
     if server_lr is None:
         server_lr = run.training.lr
     training = ServerTraining(
@@ -282,10 +286,9 @@ def store_prototypes(
       valid: participants whose upload arrived.
       classes: the task's class ids; -1 is padding.
     """
-    # a client's prototype of a class is replaced, not averaged: the newest model's
-    # counts
+    # a client's newer prototype of a class replaces its older one, of an older model
     clients, total_classes = pool.present.shape
-    # indices beyond the pool are dropped
+    # JAX drops writes beyond the pool: invalid clients and padding classes change nothing
     client = jnp.where(valid, client_id, clients)[:, None]
     label = jnp.where(classes >= 0, classes, total_classes)[None, :]
 
@@ -319,15 +322,16 @@ def debias(
       The classifier; the mean `loss` of the steps, and the `accuracy` of the trained
       classifier on up to `EVALUATED` of the prototypes.
     """
-    # entries [K, C] as one list of training examples
+    # the entries [K, C] of the pool as one list of training examples [K * C]
     feature = pool.vector.reshape(-1, pool.vector.shape[-1])
     present = pool.present.reshape(-1)
     classes = jnp.arange(pool.present.shape[1])
     label = jnp.broadcast_to(classes, pool.present.shape).reshape(-1)
-    # classes without prototype compete with none of their own, and would only lose
+    # without examples of its own a class could only be pushed down
     allowed = jnp.any(pool.present, axis=0)
     count = jnp.sum(present)
-    # the number of batches is data, since the pool fills up from round to round
+    # the number of batches is data: the pool fills up from round to round, and one
+    # program serves all rounds
     batches = -(-count // training.batch_size)
     order = _epoch_orders(present, training.epochs, key)
 
@@ -341,10 +345,9 @@ def debias(
 
     steps = training.epochs * batches
     head, mean_loss = optimise(loss, head, optax.adam(training.lr), steps)
-    # the first epoch's order starts with present entries, in random order
+    # the first epoch's order has the present entries in front, in random order
     evaluated = order[0, :EVALUATED]
-    # accuracy of the trained head on its own training set: whether debiasing has
-    # converged
+    # accuracy on the training set itself, which tells whether the debiasing has converged
     logits = heads.apply_head(head, feature[evaluated])
     correct = heads.correct(logits, label[evaluated], allowed, present[evaluated])
     accuracy = Weighted(correct, jnp.sum(present[evaluated]).astype(jnp.float32))
@@ -401,7 +404,7 @@ def prototype_mean(
       (mean, held): held [C] is False, and the mean 0, for classes that no valid client holds.
     """
     holds = present & valid[:, None]
-    # unweighted (eq. 5): a client with many examples of a class counts once
+    # a client with many examples of a class counts once, as any other (eq. 5)
     holders = jnp.sum(holds, axis=0)
     total = jnp.sum(jnp.where(holds[..., None], sums.widen(prototype), 0), axis=0)
     mean = total / jnp.maximum(holders, 1)[:, None]
@@ -430,7 +433,7 @@ def per_class(aggregation: Aggregation) -> Callable[..., tuple[Array, Array]]:
         if aggregation.reduce is None:
             return prototype_mean(vectors, present, valid)
         holds = present & valid[:, None]
-        # a change from zeros, because prototypes have no broadcast value
+        # prototypes have no broadcast value from which clients started
         reference = jnp.zeros(vectors.shape[1:], vectors.dtype)
         # a key per class: rules that draw must not draw alike for all classes
         keys = jax.random.split(key, vectors.shape[1])
@@ -450,11 +453,11 @@ def screen_prototypes(
 ) -> Bool[Array, "K C"]:
     """Return `present` without prototypes far from the merged one of their class.
 
-    Kept are those whose L2 distance is at most `factor` times the median distance of the
-    class's holders, which is at least half of them. A class with fewer than 3 valid
-    holders keeps all: two cannot say which of them is wrong. `merged` should come from a
-    robust rule: a plain mean of n holders puts a far one at only n - 1 times the others'
-    distance.
+    Prototypes stay if their L2 distance is at most `factor` times the median distance of
+    the class's holders: at least half of them stay. A class with fewer than 3 valid
+    holders keeps all, since of two it is unknown which one is wrong. `merged` should come
+    from a robust rule: an outlier among n holders pulls a plain mean so near to itself
+    that it is only n - 1 times as far as the others.
 
     Returns:
       [K, C], False for invalid clients.
@@ -471,7 +474,8 @@ def screen_prototypes(
     median_over_clients = jax.vmap(rules.coordinate_median, in_axes=(1, None, 1))
     # over the clients that have the class
     median = median_over_clients(distance, jnp.ones(valid.shape), holds)
-    # where most prototypes equal the merged one, a difference by rounding is no outlier
+    # if most prototypes equal the merged one the median is 0, and rounding alone would
+    # make an outlier
     length = jax.vmap(distances.norm)(distances.SHRINK * sums.widen(merged))
     rounding = distances.EQUAL_DISTANCES * length
     is_outlier = (distance > factor * median + rounding) & (jnp.sum(holds, axis=0) >= 3)

@@ -1,9 +1,10 @@
-"""Local training: clients never communicate. The lower row of a table of federations.
+"""Local training: clients never communicate. The lower bound in comparisons of federated
+methods.
 
     client    trains its own adapter and classifier in task after task, and sends nothing
     server    does nothing
 
-Clients are evaluated as themselves, and their accuracies are averaged.
+Each client is evaluated with its own model, and the accuracies are averaged.
 """
 
 from fcljax.adapters.lora import LoraOptions
@@ -14,9 +15,9 @@ from fcljax.parts.proximal import OPTION_OF_RULE
 from fcljax.settings import NoOptions, Preset, with_mini
 from fcljax.types import Method
 
-PRESETS = with_mini(
-    {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one"),))}, lr=1e-2, lora_lr=1e-3
-)
+# one pair for all tasks: clients could not keep pairs that belong to one task
+_LORA = LoraOptions(lora_pairs="one")
+PRESETS = with_mini({"intended": Preset(NoOptions(), adapters=(_LORA,))}, lr=1e-2, lora_lr=1e-3)
 
 
 def local(_options: NoOptions, run: Run) -> Method:
@@ -28,5 +29,6 @@ def local(_options: NoOptions, run: Run) -> Method:
     if run.rules:
         option = OPTION_OF_RULE[run.rules[0].name]
         raise InputError(f"{option}: clients of local are sent no parameters to stay near; leave it out")
+    # with all parameters personal, uploads are empty and the server has nothing to merge
     personal = ("adapter", "classifier", "stats")
     return federate(run, linear_learner(run), loss=cross_entropy_loss(), personal=personal)

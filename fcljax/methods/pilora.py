@@ -118,9 +118,9 @@ def pilora(options: PiloraOptions, run: Run) -> Method:
     classifier = classifiers.prototypes(
         run.network.width, run.sizes.classes, options.distance, options.prototype_init
     )
-    # order matters for metrics alone: losses are added
     client_rules = [prototype_loss(options.prototype_weight)]
-    if isinstance(options, PiloraLoraOptions):  # the run's adapter is LoRA
+    # these options exist where the run's adapter is LoRA
+    if isinstance(options, PiloraLoraOptions):
         client_rules.append(lora_losses(options))
     # prototypes are not averaged; the pairs keep the run's aggregation rule
     server_rules = [reweight_prototypes(options, run)]
@@ -137,7 +137,7 @@ def pilora(options: PiloraOptions, run: Run) -> Method:
 
 
 def classifier_then_adapter(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """Return the keys of adapter and classifier; prototypes draw from the first of two."""
+    """Return the keys of adapter and classifier: prototypes get the first of two keys."""
     prototype_key, lora_key = jax.random.split(key)
     return lora_key, prototype_key
 
@@ -154,8 +154,7 @@ def distance_cross_entropy(classes: Classes, hardness: float) -> Loss:
     """
 
     def value(output: Output, batch: Batch, task: Task) -> Float[Array, ""]:
-        # hardness sharpens the softmax of negative distances; L_pl below has no hardness
-        # (eq. 10)
+        # delta acts on the distances of the softmax only: L_pl has none (eq. 10)
         logits = hardness * output.logits
         return heads.cross_entropy(logits, batch.label, competing(classes, task), batch.mask)
 
@@ -181,7 +180,7 @@ def pl_loss(
     distance: Float[Array, "batch classes"], label: Int[Array, " batch"], mask: Bool[Array, " batch"]
 ) -> Float[Array, ""]:
     """Return L_pl (eq. 10): the mean distance of examples to their classes' prototypes."""
-    # padding has label 0, whose distance is finite and masked
+    # d(f, m_y) of each example; padding has label 0 and is masked below
     to_prototype = jnp.take_along_axis(distance, label[:, None], axis=1)[:, 0]
     return heads.reduce_rows(to_prototype, mask, jnp.sum(mask), "mean")
 
@@ -210,12 +209,11 @@ def orthogonality(task_pairs: Lora, current: Lora, task: ArrayLike) -> Float[Arr
     It is exactly 0 in the first task.
 
     Args:
-      task_pairs: the pairs of all tasks, which get no gradient. Only their A are read, so
-        # tasks after t have A as drawn, and count as 0
-        clients need not cache the B for it.
+      task_pairs: the pairs of all tasks, which get no gradient. Only their A are read.
       current: the pair of task t.
       task: t.
     """
+    # later pairs have initial values, which the loss must not see
     earlier = jnp.arange(task_pairs.a_q.shape[0]) < task
     queries = _absolute_products(task_pairs.a_q, current.a_q, earlier)
     values = _absolute_products(task_pairs.a_v, current.a_v, earlier)
@@ -233,8 +231,7 @@ def _absolute_products(
     earlier: Bool[Array, " tasks"],
 ) -> Float[Array, ""]:
     """Return the sum over earlier tasks and blocks of the entries of |A_i A_t^T|."""
-    # in full precision, because the loss drives these products to 0; earlier pairs are
-    # constants
+    # exact, because training drives these products to 0: bfloat16 would end in noise
     product = exact_einsum("tmrd,msd->tmrs", jax.lax.stop_gradient(task_a), current_a)
     return jnp.sum(jnp.where(earlier[:, None, None, None], jnp.abs(product), 0.0))
 
@@ -244,9 +241,9 @@ def _absolute_products(
 
 def reweight_prototypes(options: PiloraOptions, run: Run) -> ServerRule:
     """Merge the clients' prototypes by their weights (eq. 11-14), in place of their mean."""
-    # the release collects features while it trains; the paper takes them from a clean
-    # pass
-    view = None  # mean features of the training views, each before its step (release)
+    # None: features of the training batches, each before its step, as in the release. The
+    # paper takes them from a pass over clean images after training
+    view = None
     if options.mean_features == "clean":
         view = View(1, run.training.batch_size, augment=False)
     features = reports.class_prototypes("features", run.sizes.task_classes, run.network.width, view)
@@ -263,6 +260,7 @@ def reweight_prototypes(options: PiloraOptions, run: Run) -> ServerRule:
             temperature=options.reweight_temperature,
             temperature_mode=options.reweight_mode,
         )
+        # how far merged prototypes lie from the features that they stand for
         holders = features._replace(present=features.present & round.valid[:, None])
         distance = reports.prototype_distance(merged, holders)
         metrics = {reports.PROTOTYPE_DISTANCE: Weighted(distance, jnp.float32(1))}
@@ -292,7 +290,7 @@ def prototype_reweight(
       no client is valid.
     """
     weight = prototype_weights(prototype, feature_mean, present, valid, **weighting)
-    # an upload that is not valid may be NaN, which a weight of 0 would not remove
+    # an invalid upload may be NaN, and 0 times NaN is NaN
     prototype_or_zero = sums.where_valid(prototype, valid, 0.0)
     merged = jnp.sum(weight[..., None] * prototype_or_zero, axis=0)
     return sums.cast_like(merged, prototype)
@@ -340,13 +338,13 @@ def prototype_weights(
     choose("temperature_mode", temperature_mode, ("divide", "multiply"))
     if not temperature > 0:
         raise InputError(f"temperature: must be positive, got {temperature}; the paper has 0.2")
-    # eq. 11
-    distance_sum = _distance_sums(prototype, feature_mean, present, valid, distance)
+    distance_sum = _distance_sums(prototype, feature_mean, present, valid, distance)  # eq. 11
     closeness = _min_max_inverse(distance_sum, valid)  # eq. 12
     scale = 1 / temperature
     if temperature_mode == "multiply":
         scale = temperature
-    # eq. 13; closeness - 1 is at most 0, so that no exponential overflows
+    # eq. 13. The largest closeness is 1, so subtracting it as usual in a softmax leaves
+    # exponents of at most 0
     unnormalised = jnp.where(valid[:, None], jnp.exp(scale * (closeness - 1)), 0)
     total = jnp.sum(unnormalised, axis=0)
     return unnormalised / jnp.maximum(total, jnp.finfo(unnormalised.dtype).tiny)
@@ -381,11 +379,12 @@ def _min_max_inverse(
 ) -> Float[Array, "K C"]:
     """Return 1/d scaled to [0, 1] over the valid clients (eq. 12), 1 where all d are equal."""
     valid = valid[:, None]
-    # the result is unchanged when all 1/d are scaled, so min(d)/d in [0, 1] replaces 1/d:
-    # it cannot overflow, and has its limit 1 at d = 0
+    # scaling all 1/d changes nothing in eq. 12. So min(d)/d replaces 1/d: it lies in
+    # [0, 1], cannot overflow, and tends to 1 at d = 0
     nearest = jnp.min(jnp.where(valid, distance, jnp.inf), axis=0)
     inverse = jnp.where(distance > 0, nearest / jnp.where(distance > 0, distance, 1), 1)
     lowest = jnp.min(jnp.where(valid, inverse, 1), axis=0)
+    # 0 / 0 in eq. 12, or rounding errors over rounding errors
     all_equal = 1 - lowest < EQUAL_DISTANCES
     return jnp.where(all_equal, 1, (inverse - lowest) / jnp.where(all_equal, 1, 1 - lowest))
 

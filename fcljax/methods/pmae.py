@@ -108,7 +108,6 @@ def pmae(options: PmaeOptions, run: Run) -> Method:
     Raises:
       InputError: for a network without a decoder.
     """
-    # raises before anything is compiled
     autoencoder = autoencoder_of(run.network)
     learner = linear_learner(run)
     client_rules = ()
@@ -149,6 +148,7 @@ def reconstruction(options: PmaeOptions, autoencoder: Autoencoder) -> ClientRule
     """
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
+        # the autoencoder may expect another pixel range than the classifier's network
         image = between(step.learner.network, autoencoder, step.batch.input)
         masking = masks_of(options, step, autoencoder)
         prompt = step.trainable.extra[RECONSTRUCTION]
@@ -174,8 +174,8 @@ def masks_of(
 
 
 def example_keys(step: ClientStep, purpose: int) -> Key[Array, " batch"]:
-    """Return a key for each example, whichever client has it."""
-    # keyed by example: two clients with the same image would hide the same patches
+    """Return a key for each example, the same at every client that has it."""
+    # not the client's key: who trains an example must not change which patches are hidden
     keys = step.batch.keys
     assert keys is not None
     return jax.vmap(jax.random.fold_in, (0, None))(keys, purpose)
@@ -192,7 +192,7 @@ def reconstructed(
 
     Visible patches are reconstructed too, and not pasted back.
     """
-    # the encoder sees a quarter of the patches, which is its cost
+    # only visible patches, a quarter by default: hidden ones cost nothing in the encoder
     latent = autoencoder.encode(frozen.network, image, masking.keep)
     return autoencoder.decode(frozen.decoder, latent, masking.restore, prompt)
 
@@ -218,7 +218,7 @@ class RestoreSample(NamedTuple):
     priority: Float[Array, "Ct u"]
     """-1: no example yet."""
     index: Int[Array, "Ct u"]
-    """Id of the training example."""
+    """Index of the training example."""
 
 
 def restore_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> Report:
@@ -239,21 +239,22 @@ def restore_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> 
         masking = masks_of(options, step, autoencoder)
         latent = autoencoder.encode(step.context.frozen.network, image, masking.keep)
         offered = Restore(latent, masking.restore, batch.mask)
-        # an independent draw: the choice must not depend on the hidden patches
+        # purpose 1, not 0: the choice of examples is independent of their masks
         priority = jax.vmap(jax.random.uniform)(example_keys(step, 1))
         return draw_examples(sample, step.context.task, offered, priority, batch)
 
     def finalize(_end: ClientEnd, sample: RestoreSample) -> Restore:
         return in_order(sample)
 
-    # the server merges no images, so the run may choose any aggregation rule
+    # `follows_rule`: the server merges no tokens, so the run may choose any aggregation rule
     view = pass_over(run.training.batch_size)
     return Report(RESTORE, init, offer, finalize, view, follows_rule=True, possible=possible_tokens)
 
 
 def possible_tokens(context: ClientContext, reported: Restore) -> Bool[Array, ""]:
-    """Check that a client reports no more images than it has, at existing positions."""
-    # more images than examples would outvote other clients in the restore pool
+    """Check that a client reports no more images than it has examples, and patches at
+    existing positions."""
+    # further images would outweigh other clients' in the restore pool
     images_fit = jnp.sum(reported.present) <= context.client.examples
     return images_fit & within(reported.order, 0, reported.order.shape[-1] - 1)
 
@@ -266,10 +267,10 @@ def no_restore(
 ) -> Restore:
     """Return empty entries for u images of each of a task's classes."""
     patches = autoencoder.patches
-    # rounded down, as the masked autoencoder does
+    # rounded down, as in MAE's random masking
     visible = int(patches * (1 - options.mask_ratio))
     shape = (sizes.task_classes, options.restore_images)
-    # the class token comes first
+    # visible patches behind the class token
     latent = jnp.zeros((*shape, 1 + visible, network.width))
     order = jnp.zeros((*shape, patches), jnp.int32)
     return Restore(latent, order, jnp.zeros(shape, bool))
@@ -289,15 +290,16 @@ def draw_examples(
       task: says which classes these are.
       offered: of the batch, [batch, ...].
       priority: of the batch's examples, in [0, 1).
-      batch: labels and ids of the examples.
+      batch: labels and indices of the examples.
     """
     classes, u = sample.priority.shape
-    # candidates of all classes stand in one row, those of other classes with priority -1
+    # each class has one row of candidates: the Ct u sampled entries, then the batch. Those
+    # of other classes have priority -1
     same_class = jnp.eye(classes, dtype=bool)[:, :, None]
     sampled = jnp.where(same_class, sample.priority, -1.0).reshape(classes, classes * u)
     has_label = (task.classes[:, None] == batch.label) & offered.present
     candidates = jnp.concatenate([sampled, jnp.where(has_label, priority, -1.0)], axis=1)
-    # empty places have priority -1 and stay absent
+    # where a class has fewer than u candidates, -1 is among the highest: an empty place
     highest, index = jax.lax.top_k(candidates, u)
 
     def pick(old: Array, new: Array) -> Array:
@@ -311,10 +313,10 @@ def draw_examples(
 def in_order(sample: RestoreSample) -> Restore:
     """Return the sample, with zeros in empty entries.
 
-    A class whose examples are all in the sample has them in the order of the data set.
+    A class with fewer than u examples has all of them, in the order of the data set.
     """
     present = sample.restore.present
-    # a sampled class is in the order of its draw: which examples they are is not told
+    # a full class keeps the order of its draw
     is_full = jnp.all(present, axis=1, keepdims=True)
     empty_last = jnp.where(present, sample.index, jnp.iinfo(jnp.int32).max)
     order = jnp.argsort(jnp.where(is_full, 0, empty_last), axis=1, stable=True)
@@ -366,10 +368,10 @@ def keep_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> Ser
     def update(round: ServerRound, params: Params, pool: RestorePool) -> ServerUpdate:
         task = round.task.index
         reported: Restore = round.reports[RESTORE]
-        # a task's tokens leave the device at its end
+        # tokens of an earlier task lie on the host by now (`ServerReplay`)
         present = pool.restore.present & (pool.task == task)
         restore = pool.restore._replace(present=present)
-        # an index beyond the last client is dropped
+        # JAX drops writes beyond the last client: invalid participants change nothing
         client = jnp.where(round.valid, round.ids, sizes.clients)
         restore = jax.tree.map(lambda old, new: old.at[client].set(new, mode="drop"), restore, reported)
         prompts = pool.prompt
@@ -389,7 +391,7 @@ def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
 
     Adam is new in every round.
     """
-    # the learning rate is constant, and applied below
+    # the learning rate may be traced (`federated/rates.py`), so it is applied below
     adam = optax.scale_by_adam()
 
     def start(
@@ -412,14 +414,14 @@ def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
         batch = restored_batch(options, round_context, learner, pool_of(server), images)
 
         def loss_of(trainable: Params) -> tuple[Array, Array]:
-            # the server has the parameters of all tasks, of which clients cache some
+            # the server's parameters of all tasks stand in for a client's cache of them
             output = learner.forward(frozen, server.params, trainable, batch, task, False)
             logits = output.logits
             return heads.cross_entropy(logits, batch.label, images.classes, batch.mask), logits
 
         (loss, logits), gradient = jax.value_and_grad(loss_of, has_aux=True)(trainable)
         direction, optimiser = adam.update(gradient, optimiser, trainable)
-        # Adam's direction times the rate, without weight decay
+        # scale_by_adam gives the direction without the sign and the rate
         trainable = jax.tree.map(lambda p, d: p - options.tune_lr * d, trainable, direction)
         count = jnp.sum(batch.mask).astype(jnp.float32)
         correct = heads.correct(logits, batch.label, images.classes, batch.mask)
@@ -485,7 +487,6 @@ def restore_plan(
     """
     prompt_tasks = (task,)
     if last and not options.wo_restore_pool:
-        # only in the last round of a task: the pool is large and lies on the host
         prompt_tasks = tuple(range(task + 1))
 
     def matches(image_task: int, prompt_task: int) -> bool:
@@ -513,13 +514,13 @@ def restored_batch(
     autoencoder = autoencoder_of(learner.network)
     prompt = None
     if pool.prompt is not None:
-        # the prompt of the task that an image belongs to
+        # one prompt per image; `images.task` is the task as whose image it is restored
         prompt = pool.prompt[images.task]
     image = restored(autoencoder, round_context.frozen, images.examples, prompt)
-    # the decoder predicts in its own range of pixels
+    # the decoder's pixel range may differ from that of the classifier's network
     if options.recon_denorm:
         image = between(autoencoder, learner.network, image)
-    # these images are not examples of the training set
+    # restored images are no examples of the training set: index -1
     no_index = jnp.zeros_like(images.label) - 1
     return Batch(image, images.label, images.mask, no_index)
 
@@ -543,7 +544,7 @@ def reconstruct(
     image: Float[Array, "batch h w 3"],
     key: PRNGKeyArray,
 ) -> Reconstruction:
-    """Return what the server could restore of images if clients sent their tokens.
+    """Restore images as the server would if clients sent their tokens, for figures.
 
     Args:
       options: mask ratio.
@@ -567,6 +568,6 @@ def reconstruct(
         prompted = pixels(server.params.extra[RECONSTRUCTION])
     original = to_unit(autoencoder, image)
     hidden = mae.hidden_pixels(masking.masked, autoencoder.patch)
-    # grey, as the figure shows hidden patches
+    # the figure shows hidden patches in grey
     grey = jnp.where(hidden, 0.5, original)
     return Reconstruction(original, grey, unprompted, prompted, hidden)

@@ -7,11 +7,11 @@
     server    averages the models, and c = sum_i n_i c_i / sum_i n_i over the clients seen so
               far
 
-A client's correction removes the effect of its data differing from the other clients': at
-the optimum of all clients' loss together each step has length 0. Clients are weighted by
-their examples; the paper weighs them equally. A new task has a new objective, so all
-control variates start anew. (x - y_i) / (K eta) is the mean gradient only where clients
-descend without momentum, which is checked.
+The correction removes the effect of heterogeneous data: at the optimum of the sum of all
+clients' losses every corrected gradient is 0. Clients are weighted by their examples; the
+paper weighs them equally. A new task has a new objective, so all control variates start
+anew. (x - y_i) / (K eta) is the mean gradient only where clients descend without
+momentum, which is checked.
 """
 
 from typing import NamedTuple
@@ -33,17 +33,10 @@ from fcljax.parts.this_task import OfTask, of_no_task, of_this_task, without_sta
 from fcljax.settings import Preset, RunConfig, with_headtune, with_mini
 from fcljax.types import ClientContext, LearningRate, Method, Task
 
-# at the classifier's rate LoRA diverges on a real network
-PRESETS = with_headtune(
-    with_mini(
-        {
-            "intended": Preset(
-                NoOptions(), RunConfig(optimiser="sgd", lr=0.1), (LoraOptions(lora_pairs="one", lora_lr=0.1),)
-            )
-        },
-        lora_lr=1e-2,
-    )
-)
+_RUN = RunConfig(optimiser="sgd", lr=0.1)
+_LORA = LoraOptions(lora_pairs="one", lora_lr=0.1)
+# mini: at the classifier's learning rate LoRA diverges
+PRESETS = with_headtune(with_mini({"intended": Preset(NoOptions(), _RUN, (_LORA,))}, lora_lr=1e-2))
 
 
 class ServerVariate(NamedTuple):
@@ -63,15 +56,13 @@ def scaffold(_options: NoOptions, run: Run) -> Method:
 
 
 def controlled_averaging(run: Run) -> tuple[ClientRule, ServerRule]:
-    """Return the two rules, for any method that averages what trains.
+    """Return the rules of clients and server, for any method that averages what trains.
 
     Raises:
       InputError: for an optimiser whose steps are not the gradients.
     """
-    # c_i follows from the client's change, which is K steps of its mean gradient only
-    # under plain descent
     check_plain_descent(run.training.optimiser)
-    # adapters with a learning rate of their own: eta differs between the leaves
+    # eta of the adapter, which may differ from that of all other parameters
     adapter_rate = run.adapter.rate
     if adapter_rate is None:
         adapter_rate = run.training.lr
@@ -87,8 +78,7 @@ def controlled_averaging(run: Run) -> tuple[ClientRule, ServerRule]:
         return memory._replace(params=variate)
 
     def finalize(end: ClientEnd, _total: tuple) -> Params:
-        # n_i times the change, so that the server's sum stays the weighted sum over all
-        # clients
+        # n_i times the change: added up, these turn the old sum of n_i c_i into the new one
         return optax.tree.scale(end.context.client.examples, change(end.context, end.trainable))
 
     def init(_params: Params, trainable: Params) -> ServerVariate:
@@ -105,11 +95,11 @@ def check_plain_descent(optimiser: optax.GradientTransformation) -> None:
     Raises:
       InputError: for any other, such as Adam or momentum.
     """
-    # a method may be made inside of jit (`federated/rates.py`)
+    # numbers are needed here, and a method may be made inside of jit (`federated/rates.py`)
     with jax.ensure_compile_time_eval():
         gradient = jnp.float32(2.0)
         start = jnp.zeros(())
-        # Adam's first step is another one, momentum's second
+        # Adam differs from the gradient in its first step, momentum only in its second
         step_1, state = optimiser.update(gradient, optimiser.init(start), start)
         step_2, _ = optimiser.update(gradient, state, start)
     if any(abs(float(step) - 2.0) > 1e-6 for step in jax.tree.leaves((step_1, step_2))):
@@ -135,8 +125,8 @@ def mean_gradient(
     """
     received = without_stats(context.payload.trainable)
     difference = optax.tree.sub(received, without_stats(trainable))
-    # K: the number of batches, the last of which may be padded, in all epochs; a step at
-    # a lower learning rate counts by its factor
+    # K is the number of batches in all epochs. Under a schedule, x - y_i is the sum of
+    # eta_j g_j, so a step at half the learning rate counts as half a step
     epochs = sum(training.rate_factor(context, epoch) for epoch in range(training.epochs))
     steps = epochs * jnp.ceil(context.client.examples / training.batch_size)
     # without examples K = 0, and the change 0 / 1 is 0
@@ -147,17 +137,18 @@ def mean_gradient(
 
 
 def correction(step: ClientStep, memory: OfTask) -> Float[Array, ""]:
-    """Return <c - c_i, y>, whose gradient is c - c_i; its value does not count as loss."""
+    """Return a term of value 0 whose gradient is c - c_i (eq. 3)."""
     difference = optax.tree.sub(step.context.payload.sent["scaffold"], memory.params)
+    # the gradient of <c - c_i, y>; minus its value, so that the reported loss stays the
+    # cross-entropy
     term = jnp.asarray(optax.tree.vdot(difference, without_stats(step.trainable)))
-    # minus its value, so that the reported loss stays the cross-entropy
     return term - jax.lax.stop_gradient(term)
 
 
 def server_variate(task: Task, state: ServerVariate) -> Params:
     """Return c, which is 0 when a task begins."""
+    # divided only here: the clients seen so far, and their examples, grow with the rounds
     examples = num_examples(state.seen)
-    # c of an earlier task corrects towards another objective
     same_task = state.seen.task == task.index
     return jax.tree.map(lambda total: jnp.where(same_task, total / examples, 0.0), state.total)
 

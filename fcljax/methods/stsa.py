@@ -59,12 +59,13 @@ class STSAOptions:
     ridge: float = option(100.0, positive=True)
     """Weight gamma of the classifier's squared norm."""
     statistics: Literal["second", "first"] = "second"
-    """Send Gram matrices (second), or sums of features of groups alone (first: STSA-E)."""
+    """Send Gram matrices (second), or only sums of features of groups (first: STSA-E)."""
     dummy_clients: int = option(4, least=1, only=("statistics", "first"))
     """Number of random groups of a client's examples."""
 
 
-# a pair of a later task would change the features
+# one pair for all tasks, which only the first one trains: pairs of later tasks would
+# change the features of which the server has summed up those of earlier tasks
 PRESETS = {"intended": Preset(STSAOptions(), adapters=(LoraOptions(lora_pairs="one"),))}
 
 
@@ -112,12 +113,14 @@ def group_report(options: STSAOptions, classes: int, longest: Longest) -> Report
         group = group_of(step.batch.index, groups)
 
         def add_group(sums: Sums, number: Array) -> Sums:
+            # the mask and not an index: a group's share of a batch has no fixed size
             batch = step.batch._replace(mask=step.batch.mask & (group == number))
             return add_batch(sums, x, batch, step.context.task)
 
         return jax.vmap(add_group)(total, jnp.arange(groups))
 
     def possible(context: ClientContext, sums: Sums) -> Bool[Array, ""]:
+        # all groups together have the client's examples: S Ct classes, as it were
         of_all_groups = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), sums)
         return possible_sums(context, of_all_groups, longest)
 
@@ -126,6 +129,7 @@ def group_report(options: STSAOptions, classes: int, longest: Longest) -> Report
 
 def group_of(index: Int[Array, " batch"], groups: int) -> Int[Array, " batch"]:
     """Draw the group of each example at random, by its index in the training set."""
+    # by example, so that groups do not depend on the order of the batches
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(GROUPS), index)
     return jax.vmap(lambda key: jax.random.randint(key, (), 0, groups))(keys)
 
@@ -133,16 +137,19 @@ def group_of(index: Int[Array, " batch"], groups: int) -> Int[Array, " batch"]:
 def estimate(sums: Sums, valid: Bool[Array, " P"], task: Task, classes: int) -> Moments:
     """Return the estimated moments of all valid clients' examples, from sums of their groups
     [P, S, Ct, M] and numbers of examples [P, S, Ct]."""
+    # n_kc and s_kc, with k over the groups of all clients; invalid ones may be NaN
     n = jnp.where(valid[:, None, None], sums.examples, 0.0).reshape(-1, len(task.classes))
     s = jnp.where(valid[:, None, None, None], sums.feature, 0.0).reshape(*n.shape, -1)
     products = jnp.sum(s, axis=0)
     examples = jnp.sum(n, axis=0)
     groups = jnp.sum(n > 0, axis=0)
-    # the variance of a class that only one group has is unknown, and counts as 0
+    # the two factors of the formula above. One group alone shows no variance, so K_c = 1
+    # gives s s^T / n, as if all examples were equal
     degrees = jnp.maximum(groups - 1, 1)
     between = jnp.where(groups > 1, (examples - 1) / degrees, 1.0)
     common = jnp.where(groups > 1, (examples - groups) / (degrees * jnp.maximum(examples, 1)), 0.0)
-    # sum_c between_c sum_k s_kc s_kc^T / n_kc as one product of all rows
+    # the first sum over c and k as one product of matrices, whose rows are
+    # s_kc sqrt(between_c / n_kc)
     rows = (s * jnp.sqrt(between / jnp.maximum(n, 1))[..., None]).reshape(-1, s.shape[-1])
     gram = exact_matmul(rows.T, rows) - exact_matmul(products.T * common, products)
     of_all_classes = add_classes(empty_sums(classes, s.shape[-1]), Sums(products, examples), task)

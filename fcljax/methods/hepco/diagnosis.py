@@ -1,9 +1,9 @@
-"""The clients' real features: sums of them by class, with which generated latents are
-compared.
+"""Sums of the clients' features by class, and a comparison of generated latents with them.
 
 The diagnosis shows why HePCo's server step helps or not. It is for research in a
 simulation: uploads grow by the sums, and a run with it ends with the same model as one
-without. With `--latents gaussian` the server draws from the sums in place of generators.
+without. With `--latents gaussian` the server draws latents from these sums, in place of
+generators.
 """
 
 import functools
@@ -25,7 +25,7 @@ PER_CLASS = 16  # latents that are drawn of each class
 
 
 class Spread(NamedTuple):
-    """Class means, and how far a class's points lie from theirs."""
+    """The mean of each class, and the variance of its points."""
 
     mean: Float[Array, "C width"]
     variance: Float[Array, " C"]
@@ -38,6 +38,7 @@ def real_features(run: Run, width: int) -> Report:
     """Report sums of the features of a client's clean images, under its trained model."""
     view = View(1, run.training.batch_size, augment=False)
 
+    # all classes of the stream, since the server adds the sums up over tasks
     def init(_context: ClientContext) -> ClassMoments:
         return reports.no_moments(run.sizes.classes, width)
 
@@ -95,11 +96,12 @@ def compare(
     share = recognised[:, 0] / latents_of_class
 
     generated = class_spread(reports.moments_of(latent, label, classes, no_padding))
-    truth = class_spread(real)
-    comparable = trained & truth.present
-    deviation = jnp.sqrt(jnp.where(comparable, truth.variance, 1))
-    distance = jnp.sqrt(jnp.sum((generated.mean - truth.mean) ** 2, axis=1)) / deviation
-    is_nearest = _nearest_class(latent, truth) == label
+    real_spread = class_spread(real)
+    comparable = trained & real_spread.present
+    # 1 where there is nothing to compare, so that no class divides by 0
+    deviation = jnp.sqrt(jnp.where(comparable, real_spread.variance, 1))
+    distance = jnp.sqrt(jnp.sum((generated.mean - real_spread.mean) ** 2, axis=1)) / deviation
+    is_nearest = _nearest_class(latent, real_spread) == label
     return {
         "recognised": _mean(share, trained),
         "coverage": _mean(share >= 0.5, trained),
@@ -110,12 +112,12 @@ def compare(
     }
 
 
-def _nearest_class(latent: Float[Array, "latents width"], truth: Spread) -> Int[Array, " latents"]:
-    """Return the class whose mean m is nearest to x."""
+def _nearest_class(latent: Float[Array, "latents width"], real: Spread) -> Int[Array, " latents"]:
+    """Return the class whose mean m is nearest to each latent x."""
     # |x - m|^2 without |x|^2, which is the same for all classes
-    mean_square = exact_einsum("cw,cw->c", truth.mean, truth.mean)
-    distance = mean_square - 2 * exact_matmul(latent, truth.mean.T)
-    return jnp.argmin(jnp.where(truth.present, distance, jnp.inf), axis=1)
+    mean_square = exact_einsum("cw,cw->c", real.mean, real.mean)
+    distance = mean_square - 2 * exact_matmul(latent, real.mean.T)
+    return jnp.argmin(jnp.where(real.present, distance, jnp.inf), axis=1)
 
 
 def _entropy(
@@ -124,6 +126,7 @@ def _entropy(
 ) -> Float[Array, " latents"]:
     """Return the entropy over the classes seen, as a share of the largest possible."""
     log_probability = jax.nn.log_softmax(heads.mask_logits(logits, seen))
+    # unseen classes have probability 0, and 0 log 0 must be 0
     summand = jnp.where(seen, jnp.exp(log_probability) * log_probability, 0)
     return -jnp.sum(summand, axis=1) / jnp.log(jnp.maximum(jnp.sum(seen), 2))
 

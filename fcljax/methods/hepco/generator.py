@@ -1,9 +1,9 @@
 """A conditional generator of latents: from noise and a class to a feature (HePCo,
 section 4.2).
 
-The class's embedding is put beside the noise; three linear layers follow, with batch
-normalisation and ReLU between them. It has 1,092,352 parameters for 100 classes and
-features of width 768.
+The class's embedding is concatenated with the noise; three linear layers follow, with
+batch normalisation and ReLU between them. It has 1,092,352 parameters for 100 classes
+and features of width 768.
 """
 
 import itertools
@@ -47,7 +47,7 @@ def _prefix_of(
 ) -> nn.initializers.Initializer:
     """Return an initialiser that always draws `size` values and takes the first ones.
 
-    XLA compiles a draw for each size: this way there is one for all layers.
+    XLA compiles a draw for each size; with this there is one size for all layers.
     """
 
     def values(
@@ -87,6 +87,7 @@ class _LatentGenerator(nn.Module):
 
 def init_generator(config: GeneratorConfig, key: PRNGKeyArray) -> Generator:
     """Return a new generator."""
+    # two examples, as batch normalisation of one has variance 0
     noise = jnp.zeros((2, config.noise))
     label = jnp.zeros(2, jnp.int32)
     variables = _LatentGenerator(config).init(key, noise, label, False)
@@ -111,6 +112,7 @@ def generate(
     if train:
         mutable = ["batch_stats"]
     latent, updated = network.apply(variables, noise, label, train, mutable=mutable)
+    # without batch normalisation flax returns no statistics
     if train and config.norm:
         generator = generator._replace(stats=updated["batch_stats"])
     # pyrefly: ignore[bad-return]  # flax does not say that there are two

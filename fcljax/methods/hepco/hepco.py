@@ -13,10 +13,10 @@ One round of task t:
               distils prompts                                                   (eq. 6)
               and the classifier on their latents                             (sec. 5.3)
 
-Only `Adapter.prompt` and `Classifier.logits` are needed, both pure in the latent, so
-any adapter runs; one without prompts leaves the classifier to be distilled. Where
-the paper and the authors' code differ, an option says which one is meant; the
-presets are the readings.
+The server step needs only `Adapter.prompt` and `Classifier.logits`, both pure functions of
+the latent, so HePCo runs on any adapter; on one without prompts only the classifier is
+distilled. Where the paper and the authors' code differ, an option says which one is meant;
+the presets are the readings.
 """
 
 import dataclasses
@@ -50,7 +50,8 @@ Direction = Literal["server_client", "client_server"]
 Weights = Literal["over_total", "per_class", "uniform"]
 Phases = Literal["shared", "sequential"]
 
-TEACHERS_AT_ONCE = 16  # bounds the memory of their prompts on accelerators
+# clients whose prompts are in the memory of an accelerator at the same time
+TEACHERS_AT_ONCE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +117,8 @@ _IMPROVED = HepcoOptions(latents="gaussian", distill_lr=1e-3, features="both")
 PRESETS = with_mini(
     {
         "intended": prompted.CLIENT["intended"]._replace(options=HepcoOptions()),
-        # class means are sums over examples, so clients count by their examples everywhere
+        # its latents come from sums over all examples, so the mean weighs clients by their
+        # examples too
         "improved": Preset(
             _IMPROVED,
             dataclasses.replace(prompted.CLIENT["intended"].run, aggregator="mean", headtune=True),
@@ -137,10 +139,9 @@ def hepco(options: HepcoOptions, run: Run) -> Method:
     """Compose HePCo on any adapter.
 
     Raises:
-      InputError: for an ablation of what the generators do not see anyway, or generators
+      InputError: for an option that the other options leave without effect, or generators
         of two features.
     """
-    # options that the other options leave without effect are refused
     if options.features == "both" and options.latents != "gaussian":
         raise InputError(
             "features: generators produce one kind of feature, not both; nearest: --latents gaussian"
@@ -172,7 +173,7 @@ class History(NamedTuple):
 
 
 class Teachers(NamedTuple):
-    """J models that a student is compared with."""
+    """J models from which a student learns."""
 
     cached: Params
     """The parameters that all of them share."""
@@ -217,7 +218,7 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
     It learns from the clients' models on latents of the task's classes, and from the
     model before the task on latents of older classes.
     """
-    # latents live in the space of the classifier's input
+    # a latent is an input of the classifier
     width = feature_width(run, options.features)
     shape = GeneratorConfig(
         run.sizes.classes,
@@ -226,7 +227,7 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
         options.label_width,
         options.generator_norm,
     )
-    # sums of features are an upload of their own, sent only if something reads them
+    # sums of features are a further upload of C D scalars and more
     needs_features = options.diagnose or options.latents == "gaussian"
 
     def init(params: Params, trainable: Params) -> History:
@@ -238,16 +239,13 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
 
     def update(round: ServerRound, params: Params, history: History) -> ServerUpdate:
         task = round.task
-        # one key each: generator of new classes, of older ones, distillation
+        # for the generator of the task's classes, that of older ones, and the distillation
         keys = jax.random.split(round.key, 3)
-        # teachers are weighted by examples, so an invalid upload has weight 0
         client_examples = valid_examples(round)
         class_examples = client_examples.sum(0)
-        # the generators also draw the classes of this round
         history = updated_history(history, round, class_examples)
 
         model = LatentModel(options, round.learner, params, task)
-        # teachers are the clients' parameters, constant in the round
         clients = client_teachers(options, round, params, client_examples)
         previous = previous_teacher(params, history, task)
         generators, generator_loss = train_generators(
@@ -256,7 +254,7 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
         draw = functools.partial(draw_latents, options, shape, class_examples, history, task, generators)
         trainable, metrics = distil(model, clients, previous, draw, keys[2], jnp.any(round.valid))
         if options.diagnose:
-            # another key: a run with diagnosis must end with the same model
+            # a fourth key: a run with diagnosis must end with the same model as one without
             key = jax.random.fold_in(round.key, 3)
             metrics |= diagnosis(model, shape, generators, class_examples, history, key)
         merged = round.learner.merge(params, task, trainable)
@@ -277,7 +275,8 @@ def class_examples(end: ClientEnd, _total: tuple) -> Int[Array, " C"]:
 def possible_examples(context: ClientContext, reported: Int[Array, " C"]) -> Bool[Array, ""]:
     """Check reported numbers of examples against the client's total, which the server knows.
 
-    They weigh a client as a teacher, so an inflated report would outvote the others.
+    A client's weight as a teacher follows from them, so an inflated report would outweigh
+    the others.
     """
     return possible_counts(reported, context.client.examples)
 
@@ -307,8 +306,7 @@ def client_teachers(
     """Return the clients' models as teachers of the task's classes."""
     mean = round.learner.trainable(params, round.task)
     weight = class_weights(examples, round.valid, options.loss_weights)
-    # clients that are not valid have the mean's parameters, which are finite, and
-    # weight 0
+    # an invalid client gets the mean's parameters, which are finite, and weight 0
     return Teachers(params, task_start.valid_parameters(round, mean), weight)
 
 
@@ -317,11 +315,13 @@ def previous_teacher(params: Params, history: History, task: Task) -> Teachers:
     start = history.start.trainable._replace(extra={})
     # [1, ...]: one teacher, in the same form as J clients
     trainable = jax.tree.map(lambda leaf: leaf[None], start)
+    # weight 0 for classes that this model has not learned
     return Teachers(params, trainable, task.old.astype(jnp.float32)[None])
 
 
 class LatentModel(NamedTuple):
-    """The averaged model as a function of latents, which are features and queries at once."""
+    """The averaged model as a function of latents. A latent is both the classifier's input
+    and the query of the prompts."""
 
     options: HepcoOptions
     learner: Learner
@@ -331,7 +331,7 @@ class LatentModel(NamedTuple):
 
     @property
     def trainable(self) -> Params:
-        """The averaged trainable parameters."""
+        """Return the averaged trainable parameters."""
         return self.learner.trainable(self.params, self.task)
 
     def logits(
@@ -345,7 +345,7 @@ class LatentModel(NamedTuple):
         self, teachers: Teachers, latent: Float[Array, "batch width"]
     ) -> Float[Array, "J batch C"]:
         """Return the logits of each teacher."""
-        # teachers share what is cached, so only the trainable parameters have an axis J
+        # only the trainable parameters differ between teachers, and have an axis J
         logits_of_teacher = functools.partial(self.logits, teachers.cached, latent=latent)
         return jax.vmap(logits_of_teacher)(teachers.trainable)
 
@@ -353,7 +353,7 @@ class LatentModel(NamedTuple):
         """Return the prompts [batch, ...] of a model with these parameters."""
         prompt_of = self.learner.adapter.prompt
         assert prompt_of is not None
-        # the query is the frozen network's feature, which comes first if there are both
+        # of two concatenated features the frozen network's comes first, and is the query
         query = latent[..., : self.learner.network.width]
         return prompt_of(cached.adapter, trainable.adapter, query, self.task)
 
@@ -361,7 +361,7 @@ class LatentModel(NamedTuple):
 def class_weights(
     examples: Float[Array, "clients C"], valid: Bool[Array, " clients"], kind: Weights
 ) -> Float[Array, "clients C"]:
-    """Return how much each client's losses count for latents of each class.
+    """Return the weight of each client's loss on latents of each class.
 
     over_total: its examples of the class over all clients' examples of all classes, plus
       1 for each class without examples (release)
@@ -370,7 +370,6 @@ def class_weights(
     """
     class_total = examples.sum(0)
     if kind == "uniform":
-        # the paper writes no weights (eq. 2 to 4b): each client counts once
         return jnp.broadcast_to(valid[:, None], examples.shape).astype(jnp.float32)
     if kind == "per_class":
         return examples / jnp.maximum(class_total, 1)
@@ -379,7 +378,7 @@ def class_weights(
 
 def log_frequencies(examples: Float[Array, " C"]) -> Float[Array, " C"]:
     """Return log-probabilities of classes, up to a constant, from their numbers of examples."""
-    # the inner maximum keeps the gradient of the logarithm finite where examples are 0
+    # -inf: a class without examples is never drawn. `maximum` avoids log(0)
     return jnp.where(examples > 0, jnp.log(jnp.maximum(examples, 1e-12)), -jnp.inf)
 
 
@@ -412,17 +411,18 @@ def train_generators(
       The generators, and the mean loss of that of the task's classes.
     """
     options = model.options
-    # moments need no training, and `Weighted` of 0 says that there was no step
+    # normal distributions need no training; a weight of 0 leaves the metric out
     if options.latents == "gaussian":
         return Generators(), Weighted(jnp.zeros(()), jnp.zeros(()))
-    # without a client there is no teacher: 0 steps keep one trace
+    # without an upload there is no teacher. A loop of 0 steps, and not an `if`: whether
+    # uploads arrived is data
     steps = jnp.where(any_client, options.generator_steps, 0)
     frequencies = log_frequencies(class_examples)
     current, loss = train_generator(model, shape, clients, keys[0], steps, frequencies)
     if options.wo_previous:
         return Generators(current), loss
     old_steps = steps_of_older(options, steps, model.task.index)
-    # only classes of earlier tasks; those of the current one have the other generator
+    # the task's classes have the other generator
     old_frequencies = log_frequencies(history.class_examples * model.task.old)
     old, _ = train_generator(model, shape, previous, keys[1], old_steps, old_frequencies)
     return Generators(current, old), loss
@@ -434,7 +434,6 @@ def steps_of_older(options: HepcoOptions, steps: Int[Array, ""], task: Int[Array
     They grow with every task. There are none in the first task, or where no client takes
     part (`steps` is 0).
     """
-    # in the first task there is no older class to draw
     return jnp.where((steps > 0) & (task > 0), steps + options.generator_growth * task, 0)
 
 
@@ -457,7 +456,7 @@ def train_generator(
       frequencies: log-probabilities of the classes that latents are drawn for.
     """
     options = model.options
-    # computed once: they do not depend on the generator
+    # before the loop: the bases of the prompts do not depend on the generator
     gaps = prompt_gaps(model, teachers)
     adam = optax.adam(options.generator_lr)
     generator = init_generator(shape, jax.random.fold_in(key, 0))
@@ -516,7 +515,7 @@ def generator_loss(
     teacher_logits = model.teachers_logits(teachers, latent)
     server_logits = model.logits(model.params, model.trainable, latent)
 
-    # L_cls, eq. 2
+    # L_cls, eq. 2: the teachers recognise the latent as its class
     cross_entropy = optax.softmax_cross_entropy_with_integer_labels(
         heads.mask_logits(teacher_logits, seen), jnp.broadcast_to(label, weight.shape)
     )
@@ -568,7 +567,7 @@ def prompt_gaps(model: LatentModel, teachers: Teachers) -> Gaps:
     mixture = model.learner.adapter.mixture
     if mixture is None:
         return functools.partial(prompt_gap, model, student, teachers)
-    # bases do not depend on the query
+    # only the weights of a mixture depend on the query, so any will do for its basis
     any_latent = jnp.ones((1, model.learner.network.width))
 
     def mixed(trainable: Params, latent: Array):
@@ -611,9 +610,9 @@ def prompt_gap(
         return jnp.sum(square, axis=tuple(range(1, square.ndim)))
 
     if len(teachers.weight) > TEACHERS_AT_ONCE:
-        # many teachers' intermediate values do not fit: the gradient computes them again
+        # the prompts of many teachers do not fit into memory: the gradient makes them again
         gap = jax.checkpoint(gap)
-    # a CPU takes one teacher after the other, since batched products are slow there
+    # one teacher at a time on a CPU, where batched products are slow
     return jax.lax.platform_dependent(
         teachers.trainable,
         cpu=functools.partial(jax.lax.map, gap),
@@ -675,9 +674,9 @@ def draw_latents(
     """Draw a batch: latents of the task's classes, and floor(ratio * batch) of older ones."""
     batch = options.latent_batch
     # rounded down, as in the release
-    replay = int(batch * options.replay_ratio)
+    num_replayed = int(batch * options.replay_ratio)
     if options.wo_previous:
-        replay = 0
+        num_replayed = 0
 
     def draw(
         generator: Generator,
@@ -689,8 +688,8 @@ def draw_latents(
         if options.latents == "gaussian":
             assert history.features is not None
             return normal_latents(history.features, key, count, frequencies)
-        # both kinds draw as many conditions as the larger one needs: one size is compiled
-        noise, label = _conditions(key, max(batch, replay), shape, frequencies)
+        # both draws have the larger size and are cut: XLA compiles a draw for each size
+        noise, label = _conditions(key, max(batch, num_replayed), shape, frequencies)
         noise = noise[:count]
         label = label[:count]
         latent, _ = generate(shape, generator, noise, label, False)
@@ -698,8 +697,8 @@ def draw_latents(
 
     keys = jax.random.split(key)
     old = None
-    if replay:
-        old = draw(generators.old, keys[1], replay, history.class_examples * task.old)
+    if num_replayed:
+        old = draw(generators.old, keys[1], num_replayed, history.class_examples * task.old)
     return Composite(draw(generators.current, keys[0], batch, class_examples), old)
 
 
@@ -737,6 +736,7 @@ def distil(
     if not options.wo_classifier_distillation:
         losses["classifier"] = functools.partial(label_loss, model, previous)
 
+    # the release trains prompts first and then the classifier, on latents of its own
     phases = [losses]
     if options.distill_phases == "sequential":
         phases = [{part: loss} for part, loss in losses.items()]
@@ -760,9 +760,10 @@ def train_parts(
     key: PRNGKeyArray,
     steps: Int[Array, ""],
 ) -> tuple[Params, dict[str, Array]]:
-    """Take `steps` steps of each loss on the part of the parameters that it is named by.
+    """Take `steps` steps of each loss, each on the part of the parameters that its name says.
 
-    The losses of a step share its latents, and each sees what the one before it has changed.
+    The losses of a step share its latents, and a loss sees the parameters after the update
+    of the one before it.
 
     Returns:
       The parameters, and the sum of each loss over the steps.
@@ -821,7 +822,8 @@ def label_loss(
         latents.append(batch.old)
     value = jnp.concatenate([part.value for part in latents])
     label = jnp.concatenate([part.label for part in latents])
-    # older latents that are drawn before there is a previous model do not count
+    # in the first task there are no older classes: these draws are arbitrary, and their
+    # labels have weight 0 in the previous model
     is_current = jnp.arange(len(label)) < len(batch.current.label)
     counts = is_current | (previous.weight[0, label] > 0)
     logits = model.logits(model.params, trainable, value)

@@ -1,9 +1,9 @@
 """A Bayesian learner: any learner with a Gaussian for each of its parameters (VFCL).
 
-Network, adapter and classifier do not know of it. Means and standard deviations train
-and travel; a training step draws parameters from them, evaluation uses the means. Those
-of the adapter are one vector (`Flat`). Running statistics are no parameters and stay as
-they are.
+Network, adapter and classifier stay as they are: they get drawn parameters. Means and
+rhos train and travel; a training step draws parameters from them, evaluation uses the
+means. The adapter's are one vector (`Flat`). Running statistics are no parameters, and
+have no Gaussians.
 """
 
 from collections.abc import Callable
@@ -43,8 +43,7 @@ def bayesian(
         return _posteriors(inner.open_task(means(params), task), _rhos(params))
 
     def trainable_of(params: Params, task: Task) -> Params:
-        # means and rhos have the same structure, so the
-        # inner learner selects both alike
+        # means and rhos have the same structure, so the inner learner selects from both
         mean = inner.trainable(means(params), task)
         return _posteriors(mean, inner.trainable(_rhos(params), task))
 
@@ -83,7 +82,7 @@ def bayesian(
 
     return inner._replace(
         adapter=inner.adapter._replace(counted=counted, loss=loss if inner.adapter.loss else None),
-        # means alone are no posterior
+        # class means give no standard deviations, so classes cannot start there
         classifier=inner.classifier._replace(at_means=None),
         init=init,
         open_task=open_task,
@@ -106,15 +105,15 @@ def mean_over_draws(
 ) -> PyTree:
     """Return the mean of a function over parameters drawn from their posteriors: an
     estimate of the expectation in eq. 6."""
-    # keyed by the first example, so that all holders of the examples draw the same
-    # parameters
+    # the key of the first example, which is the same at every client that has it
     batch_key = key
     if batch.keys is not None:
         batch_key = batch.keys[0]
     keys = jax.random.split(jax.random.fold_in(batch_key, StepKey.DRAWN_PARAMS), draws)
+    # the usual case, without a loop
     if draws == 1:
         return function(draw_parameters(keys[0], trainable))
-    # one after the other: in a batch every convolution would have a kernel per draw
+    # one after the other: batched draws would give every convolution a kernel per draw
     values = jax.lax.map(lambda key: function(draw_parameters(key, trainable)), keys)
     return jax.tree.map(lambda x: jnp.mean(x, axis=0), values)
 
@@ -133,7 +132,7 @@ def draw_parameters(key: PRNGKeyArray, trainable: Params) -> Params:
 
 
 def _drawn(params: Params) -> Params:
-    """Return drawn parameters unchanged, and the means of posteriors."""
+    """Return the parameters of a forward pass: drawn ones, or the means of posteriors."""
     if isinstance(params.adapter, Posterior):
         return means(params)
     return params._replace(adapter=params.adapter.params)

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 from fcljax.federated.sums import widen
 from fcljax.types import PyTree
 
-# keeps the precisions of repeatedly conflated
-# posteriors, and their sums, far from float32's limit
+# conflation makes posteriors more certain in every round: this keeps precisions, at most
+# 1e12, and their sums far from float32's limit
 SIGMA_MIN = 1e-6
 
 
@@ -40,6 +40,7 @@ def conflate_sums(precision: PyTree, precision_mean: PyTree) -> tuple[PyTree, Py
     """
 
     def mean_of(precision: Array, precision_mean: Array) -> Array:
+        # the inner `where` avoids 0 / 0, whose gradient is NaN
         positive = precision > 0
         return jnp.where(positive, precision_mean / jnp.where(positive, precision, 1), 0)
 
@@ -56,8 +57,8 @@ def softplus_inverse(value: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     It is exact to a float32 rounding for x in [-15, 15].
     """
     value = jnp.maximum(value, jnp.finfo(value.dtype).tiny)
-    # log(e^v - 1) = v + log(1 - e^-v), since e^v would overflow; the first form of the
-    # logarithm keeps its digits for small v, the second for large v
+    # log(e^v - 1) = v + log(1 - e^-v), where no e^v overflows. expm1 keeps the digits for
+    # small v, log1p for large v
     small = jnp.log(-jnp.expm1(-jnp.minimum(value, 1.0)))
     large = jnp.log1p(-jnp.exp(-jnp.maximum(value, 0.5)))
     return value + jnp.where(value < 0.7, small, large)

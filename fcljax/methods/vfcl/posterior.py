@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from fcljax.methods.vfcl.conflation import softplus_inverse
 
 _HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
-_BLOCK = 2**14  # size of a block of `in_blocks`
+_BLOCK = 2**14  # parameters of a block in `in_blocks`
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("vector",), meta_fields=("tree", "shapes"))
@@ -36,7 +36,7 @@ class Flat:
     """
 
     vector: Any
-    """All leaves concatenated: [N], or its shape, or stacked over clients."""
+    """All leaves concatenated: an array [N], its `ShapeDtypeStruct`, or stacked over clients."""
     tree: Any
     """The structure of the pytree."""
     shapes: tuple[jax.ShapeDtypeStruct, ...]
@@ -54,7 +54,7 @@ class Flat:
         """Return the pytree."""
         if not self.shapes:
             return jax.tree.unflatten(self.tree, [])
-        # where each leaf ends in the vector
+        # the end of each leaf in the vector
         ends = list(itertools.accumulate(math.prod(shape.shape) for shape in self.shapes))
         parts = jnp.split(self.vector, ends[:-1])
         leaves = [part.reshape(shape.shape) for part, shape in zip(parts, self.shapes, strict=True)]
@@ -80,7 +80,7 @@ def init_posterior(params: PyTree, sigma: float = 0.02) -> Posterior:
       params: floating-point leaves.
       sigma: sigma_0, positive; the paper does not state it.
     """
-    # the same rho everywhere: no parameter is known better at first
+    # the same rho for all parameters: none is more certain at first
     rho = softplus_inverse(jnp.float32(sigma))
     return Posterior(params, jax.tree.map(lambda leaf: jnp.full(leaf.shape, rho), params))
 
@@ -113,18 +113,19 @@ def in_blocks(
 ) -> Float[Array, " N"]:
     """Return an elementwise function of vectors, computed block by block.
 
-    Without blocks XLA would compute a vector again for each leaf that is cut from it, or
-    from its gradient, which takes minutes to compile. Derivatives are computed with the
-    values, in one pass: what a loop stores for its gradient is read and written several
-    times, which costs more than the arithmetic.
+    Without blocks XLA would fuse the computation of the vector into each leaf that is cut
+    from it, or from its gradient, which takes minutes to compile. Derivatives are computed
+    with the values, in one pass: intermediate values that a loop stores for its gradient
+    cost more to write and read than the arithmetic.
 
     Args:
-      function: of `shared` and a block of each vector. It closes over no array, which the
-        gradient of a loop over draws would not know.
+      function: of `shared` and a block of each vector. It must not close over traced
+        arrays: the custom gradient below would not see them.
       shared: arrays that all elements read; they get no gradient.
       vectors: of one length.
     """
-    if not vectors[0].size:  # an adapter without parameters
+    # an adapter may have no parameters, and blocks of 0 elements do not exist
+    if not vectors[0].size:
         return vectors[0]
     return _elementwise(function, shared, *vectors)
 
@@ -164,7 +165,7 @@ def _blocks(function: Callable, vectors: tuple[Array, ...]) -> PyTree:
     blocks = -(-count // size)
 
     def divide(vector: Array) -> Array:
-        # zeros, for which softplus and logarithms are finite, pad the last block
+        # padded with zeros, for which softplus and logarithms are finite
         return jnp.pad(vector, (0, blocks * size - count)).reshape(blocks, size)
 
     results = jax.lax.map(function, tuple(divide(vector) for vector in vectors))
@@ -197,14 +198,13 @@ def sum_all(tree: PyTree) -> Float[Array, ""]:
 
 
 def _log_normal(x: Array, mean: Array, sigma: Array) -> Array:
-    # log sigma, not sigma squared: small deviations underflow in the square
+    # (x - mean) / sigma before the square: sigma^2 of small deviations underflows
     return -0.5 * jnp.square((x - mean) / sigma) - jnp.log(sigma) - _HALF_LOG_TAU
 
 
 def _log_mixed(weight: Array, x: Array, *components: Array) -> Array:
     mean_1, sigma_1, mean_2, sigma_2 = components
     log_normals = jnp.stack([_log_normal(x, mean_1, sigma_1), _log_normal(x, mean_2, sigma_2)])
-    # weights as factors of logsumexp, which leaves out
-    # those of 0: log(0) has a gradient of NaN
+    # as factors of logsumexp and not as log(weight), whose gradient at 0 is NaN
     weights = jnp.stack([weight, 1 - weight]).reshape(2, *[1] * x.ndim)
     return jax.scipy.special.logsumexp(log_normals, axis=0, b=weights)

@@ -38,7 +38,7 @@ from fcljax.types import Claim, ClientContext, Method, Upload
 
 KLScale = Literal["per_sample", "per_parameter", "none"]
 
-_RHO_OF_ONE = math.log(math.e - 1)  # whose softplus is 1
+_RHO_OF_ONE = math.log(math.e - 1)  # rho of a standard deviation of 1: softplus(rho) = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +71,8 @@ class VFCLOptions:
 _RUN = RunConfig(lr=0.01, optimiser="sgd", rounds=10)
 _ADAPTERS = (FullOptions(full_lr=0.01),)
 _PAPER = Preset(VFCLOptions(merge="conflation"), _RUN, _ADAPTERS)
-# the priors' weight is divided by the examples, of which a client has a tenth of the
-# paper's
+# mini: `kl_scale` divides the priors' weight by a client's number of examples, which is
+# about a tenth of the paper's
 PRESETS = with_mini(
     {
         "intended": Preset(VFCLOptions(), _RUN, _ADAPTERS),
@@ -118,7 +118,7 @@ class ClientPrior(NamedTuple):
     adapter: Posterior
     classifier: Posterior
     seen: Bool[Array, " C"]
-    """Classes that existed by then."""
+    """Classes seen by the end of that task."""
     task: Int[Array, ""]
     """The previous task; -1: there is none."""
 
@@ -126,10 +126,10 @@ class ClientPrior(NamedTuple):
 def two_priors(options: VFCLOptions, run: Run) -> ClientRule:
     """Add lambda_p * s * (log q(w) - log p(w)) with the mixture prior p (eq. 6, 9).
 
-    The classifier's prior has no global component: it is the client's posterior of the
-    previous task, or N(0, 1) for new classes. Classes that the client has not seen do not
-    count. Where each task has parameters of its own, the posterior of the previous task
-    says nothing of them, and the global prior stands in its place.
+    The classifier is personal, so its prior has no global component: it is the client's
+    posterior of the previous task, or N(0, 1) for new classes. Classes that the client has
+    not seen do not count. Adapter parameters that belong to one task have no posterior of
+    the previous task, and the global prior takes its place.
     """
 
     def init(_key: PRNGKeyArray, trainable: Params) -> TaskEnd:
@@ -174,10 +174,8 @@ def of_this_task(
     global_posterior: Posterior,
     previous: Posterior,
 ) -> Posterior:
-    """Return a client's posterior of the previous task for parameters that last over
-    tasks.
-
-    Those of which each task has its own get the global posterior.
+    """Return a client's posterior of the previous task for parameters that all tasks
+    share, and the global posterior for those that belong to one task.
     """
     if all_last(adapter, previous.mean.params):
         return previous
@@ -200,7 +198,7 @@ def log_posterior_ratio(
       prior: the client's component of the mixture p; the other one is what it received.
       global_weight: lambda_k.
     """
-    # as vectors: leaf by leaf, a network of a hundred leaves takes minutes to compile
+    # as vectors, because a network of a hundred leaves takes minutes to compile leaf by leaf
     w, _ = ravel_pytree(step.drawn.adapter)
     q = posterior.flat(step.trainable.adapter)
     global_prior = posterior.flat(step.context.payload.trainable.adapter)
@@ -236,11 +234,11 @@ def classifier_ratio(step: ClientStep, prior: ClientPrior) -> Float[Array, ""]:
         return jnp.where(prior.seen, mean, 0.0)
 
     def rho_or_one(rho: Array) -> Array:
-        # N(0, 1) for classes that did not exist
+        # N(0, 1) for classes that were not seen in the previous task
         return jnp.where(prior.seen, rho, _RHO_OF_ONE)
 
     def of_seen_classes(log_q: Array, log_p: Array) -> Array:
-        # the posterior of a class that the client has not seen is still its prior
+        # no example has taught the client anything about unseen classes
         return jnp.where(step.context.task.seen, log_q - log_p, 0)
 
     p = Posterior(
@@ -266,22 +264,23 @@ def kl_scale(kind: KLScale, step: ClientStep) -> Float[Array, ""] | float:
 # ---- server: conflation (eq. 10, 11) ---------------------------------------------------
 
 
-# factor by which a round may reduce a standard deviation, at most
+# largest factor by which one round may reduce a standard deviation
 MOST_SHARPER = 10.0
 
 
 def possible_precision(context: ClientContext, upload: Upload) -> Bool[Array, ""]:
     """Check that sigma is finite and at least a tenth of the received one.
 
-    Precisions are weights, which clients choose. An infinite standard deviation would
-    become a precision of 0, which looks sound.
+    In conflation precisions are weights, which clients choose: a tiny sigma would
+    outweigh all others. An infinite sigma becomes a precision of 0, which no check for
+    finite numbers would find.
     """
     trainable: Params = upload.gather.get("mean", upload.mean)
     received = context.payload.trainable.adapter.sigma
 
     def possible(sigma: Array, received: Array) -> Array:
         float32 = jnp.finfo(jnp.float32)
-        # 0 would be a precision of infinity
+        # above 0 also where the received sigma is tiny: 1 / 0^2 is infinite
         least = jnp.maximum(received / MOST_SHARPER, float32.tiny)
         return within(sigma, least, float32.max)
 
@@ -296,9 +295,9 @@ def bounded_certainty(
 ) -> PyTree:
     """Return standard deviations that are no more certain than the client's labels allow.
 
-    n labels of C classes have at most n log C nats of information, and so has what they
-    say of the parameters (mutual information). A posterior from them has on average at
-    most so much less entropy than its prior: the sum of log(received / client) over all
+    n labels of C classes have at most n log C nats of information, and cannot give more
+    about the parameters (mutual information). So the posterior has on average at most so
+    much less entropy than its prior, which is the sum of log(received / client) over all
     parameters that became more certain. Where this sum is larger, all these logarithms
     are reduced by the same factor; else the standard deviations keep their bits.
 
@@ -311,14 +310,13 @@ def bounded_certainty(
     def information(sigma: Array, received: Array) -> Array:
         return jnp.maximum(jnp.log(received / sigma), 0)
 
-    # parameters that became less certain bring no information
+    # `maximum`: a parameter that became less certain must not pay for others
     gains = jax.tree.map(information, client.sigma, received.sigma)
     total = posterior.sum_all(gains)
-    # one factor for all of them, so that their proportions stay
     share = nats / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
 
     def bound(sigma: Array, received: Array, gain: Array) -> Array:
-        # with share >= 1 the bits stay, so that honest clients are untouched
+        # exp(-log(r / s)) would round: with share >= 1 sigma itself stays
         is_bounded = (share < 1) & (gain > 0)
         return jnp.where(is_bounded, received * jnp.exp(-share * gain), sigma)
 
@@ -328,15 +326,15 @@ def bounded_certainty(
 def conflation(options: VFCLOptions, rule: Aggregation, classes: int) -> Aggregation:
     """Merge the clients' Gaussians to their product (eq. 11), or by the run's rule.
 
-    Clients with smaller posterior variance receive more weight, within what their labels
-    can say (`bounded_certainty`). A client sends the two terms of its Gaussians that add
-    up, so that conflation is a sum in any order (conflation.py). The run's rule merges
-    means and rhos.
+    Clients with smaller posterior variance receive more weight, up to a bound
+    (`bounded_certainty`). Each upload is turned into the two terms of its Gaussians that
+    add up, so that conflation is a sum in any order (conflation.py). With `merge` =
+    average the run's rule merges means and rhos.
 
     Raises:
       InputError: for another rule than the mean where conflation is chosen.
     """
-    # the claim is checked before conflation, on what the client sent
+    # claims are checked on what the client sent, before `pre` changes it
     rule = rule._replace(possible=Claim("precision", possible_precision))
     if options.merge == "average":
         return rule
@@ -349,18 +347,19 @@ def conflation(options: VFCLOptions, rule: Aggregation, classes: int) -> Aggrega
         nats = weight * math.log(classes)  # the weight is the number of examples
         sigma = bounded_certainty(trainable.adapter, reference.adapter, nats)
         precision, precision_mean = precision_terms(trainable.adapter.mean, sigma)
-        # mean and rho of the upload have the two terms, so that it keeps its shape
+        # the two terms take the places of mean and rho: an upload keeps its structure
         terms = Posterior(precision_mean, precision)
-        # a client without examples adds nothing; all others count once, by their
-        # precision
+        # weight 1, since the precisions are the weights; a client without examples adds
+        # nothing
         return trainable._replace(adapter=terms), jnp.where(weight > 0, 1.0, 0.0)
 
     def post(
         merged: Params, _reference: Params, state: tuple, count: Array, _key: PRNGKeyArray
     ) -> tuple[Params, tuple]:
-        # tempered: the mean of the terms is as certain as one client, not as all together
-        factor = 1.0  # tempered: the mean of the clients' terms
-        if options.merge == "conflation":  # their sum
+        # `merged` is the mean of the clients' terms. It is as certain as one client
+        # (tempered); times the number of clients it is their sum (conflation)
+        factor = 1.0
+        if options.merge == "conflation":
             factor = count
         precision_mean, precision = jax.tree.map(lambda leaf: factor * leaf, merged.adapter)
         mean, sigma = conflate_sums(precision, precision_mean)
