@@ -46,6 +46,8 @@ def checked_examples(where: str, key: str, values: Any) -> StoredExamples:
         raise InputError(f"{where}: {key} has no arrays")
     arrays = {name: as_array(where, name, leaf) for name, leaf in arrays.items()}
     name, *further_names = arrays
+    # one column of text is text; text beside other arrays would be a category without a
+    # code
     is_text = arrays[name].ndim == 1 and arrays[name].dtype.kind in "UT"
     if is_text and not further_names:
         tokens = TextData()
@@ -87,6 +89,7 @@ def dataset_of_any_arrays(
     else:
         (values,) = checked_splits("data", {"y": y})
         check_lengths("data", "x", leaves(x)[0], "y", values)
+        # not the run's seed: the test examples are the same in all runs
         is_test = stratified(values, 0.2, np.random.RandomState(0))
         x_test = take(x, is_test)
         x = take(x, ~is_test)
@@ -143,6 +146,7 @@ def _checked_numbers(where: str, key: str, array: np.ndarray) -> np.ndarray:
         raise InputError(
             f"{where}: {key} has shape {array.shape}; expected [N, ...] with at least one number"
         )
+    # one number for each example is a table of one column
     array = array[:, None] if array.ndim == 1 else array
     if array.dtype.kind in "iu":
         if array.dtype.itemsize < 4:
@@ -152,6 +156,7 @@ def _checked_numbers(where: str, key: str, array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array, np.int32)
     if array.dtype.kind == "b":
         return np.ascontiguousarray(array)
+    # numbers beyond float32 become infinite without a warning, and are reported below
     with np.errstate(over="ignore"):
         array = np.ascontiguousarray(array, np.float32)
     wrong = ~np.isfinite(array)

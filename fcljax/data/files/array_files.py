@@ -50,6 +50,7 @@ def cifar(
 
     def listing() -> Listing:
         classes = tuple(line.strip() for line in text(root / names).splitlines() if line.strip())
+        # all files but the names; the last batch is the test set
         batches = [_cifar_batch(file, len(classes), label_bytes) for file in files[:-1]]
         images, labels = (np.concatenate(part) for part in zip(*batches[:-1], strict=True))
         test_split = _split(root / test, *batches[-1])
@@ -114,9 +115,8 @@ def _cifar_batch(
             f"dataset: {str(path)!r} has {len(data)} bytes, not a multiple of {size}; it is truncated"
         )
     data = data.reshape(-1, size)
-    labels = data[:, label_bytes - 1].astype(
-        np.int64
-    )  # CIFAR-100 has the coarse label first, then the fine one
+    # CIFAR-100 has the coarse label first, then the fine one
+    labels = data[:, label_bytes - 1].astype(np.int64)
     if labels.max() >= classes:
         raise InputError(
             f"dataset: {str(path)!r} holds label {labels.max()}, but there are names for {classes} classes; "
@@ -151,9 +151,12 @@ def read_idx(path: Path, dimensions: int) -> UInt8[np.ndarray, "..."]:
             shape = tuple(map(int, header[1:]))
             if len(header) != 1 + dimensions or header[0] != 0x800 + dimensions:
                 raise ValueError(f"no idx header of {dimensions} dimensions")
+            # as Python's integers, which do not overflow: a damaged header may claim
+            # anything
             count = int(np.prod(shape, dtype=object))
             if count >= 1 << 31:
                 raise ValueError(f"its header promises an array of {shape}")
+            # a byte more than promised, to tell a file that is too long
             data = stream.read(count + 1)
             if len(data) != count:
                 more = "more" if len(data) > count else "less"

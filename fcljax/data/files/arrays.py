@@ -22,7 +22,7 @@ NAME = "arrays"  # of a data set that the caller has in memory
 
 _SHAPES = "[N, H, W, 3], [N, 3, H, W] or [N, H, W]"
 _LEVELS = "expected uint8, grey levels 0..255, or float in [0, 1]"
-# usual largest levels of cameras and data sets
+# the largest levels of common cameras and data sets, for advice on how to scale pixels
 _WHITES = (1, 15, 16, 31, 63, 127, 255, 1023, 4095, 16383, 65535)
 
 
@@ -126,7 +126,7 @@ def checked_dataset(dataset: Dataset) -> Dataset:
         _check_class_numbers(f"y_{split}", y, names)
         _check_sizes(f"size_{split}", getattr(dataset, f"size_{split}"), len(y))
         checked |= {f"x_{split}": x, f"y_{split}": y}
-    # a class without training examples would have no task
+    # a class without training examples would be in a task and never be learned
     absent = np.setdiff1d(np.arange(len(names)), checked["y_train"])
     if len(absent):
         raise InputError(f"data: y_train has no example of class {names[absent[0]]!r} (label {absent[0]})")
@@ -201,6 +201,7 @@ def as_array(where: str, key: str, values: Any) -> np.ndarray:
             f"{where}: {key} is a masked array, and masks are not read; leave out what is masked"
         )
     values = _pillow_pixels(where, key, values)
+    # numpy raises ValueError for nested lists of different lengths
     try:
         array = np.asarray(values)
     except ValueError as error:
@@ -208,8 +209,8 @@ def as_array(where: str, key: str, values: Any) -> np.ndarray:
             f"{where}: {key} is not an array: its values have several shapes ({reason(error)}); "
             f"make them equal"
         ) from None
+    # anything: arrays of other libraries convert themselves, and torch's refuses on a GPU
     except Exception as error:
-        # the arrays of other libraries raise what these do, such as on a GPU
         raise InputError(f"{where}: {key} is not an array that numpy reads ({reason(error)})") from None
     if is_mixed(values, array):
         raise InputError(f"{where}: {key} mixes text with other values; use one type")
@@ -231,7 +232,7 @@ def is_masked(values: Any) -> bool:
 
 
 def _pillow_pixels(where: str, key: str, values: Any) -> Any:
-    """Values in which images of Pillow are pixels in RGB.
+    """Return values in which images of Pillow are pixels in RGB.
 
     numpy would take a palette's entries for grey levels.
 
@@ -330,6 +331,7 @@ def _flat(labels: np.ndarray) -> np.ndarray:
 
 def _labels(where: str, key: str, labels: np.ndarray) -> _Labels:
     flat = _plain(where, key, _flat(labels))
+    # only exact one-hot rows: probabilities or several labels have no one class
     if flat.ndim == 2 and flat.shape[1] > 1 and _is_one_hot(flat):
         return _Labels(flat.argmax(-1).astype(np.int64), f"one-hot over {flat.shape[1]} classes")
     if flat.ndim != 1 or flat.dtype.kind not in "iuU":
@@ -372,6 +374,7 @@ def _plain(where: str, key: str, labels: np.ndarray) -> np.ndarray:
             f"{where}: {key} holds label {labels[missing[0]]!s} (example {missing[0]}); leave out examples "
             "without a label"
         )
+    # pandas has text, and integers beside missing values, as Python objects
     for kinds, dtype in (((str,), str), ((int, np.integer), np.int64)):
         if all(isinstance(value, kinds) and not isinstance(value, bool) for value in labels):
             try:
@@ -431,7 +434,7 @@ def checked_images(where: str, key: str, images: np.ndarray) -> UInt8[np.ndarray
     Raises:
       InputError: with the way to convert them.
     """
-    # channels first, as torch stores images
+    # channels first, as in torch; where both readings are possible, channels are last
     if images.ndim == 4 and images.shape[-1] not in (1, 3) and images.shape[1] in (1, 3):
         images = np.moveaxis(images, 1, -1)
     if images.ndim == 3:
@@ -490,7 +493,7 @@ def _grey_levels(where: str, key: str, images: np.ndarray) -> np.ndarray:
     """Convert pixels in [0, 1] to 0..255."""
     if images.dtype.kind == "b":
         return images.astype(np.uint8) * np.uint8(255)
-    # jax's, which numpy does not know as a float
+    # jax's bfloat16 is of kind "V" to numpy, not a float
     if images.dtype.name == "bfloat16":
         images = images.astype(np.float32)
     if images.dtype.kind not in "iuf":

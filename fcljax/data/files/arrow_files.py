@@ -18,11 +18,13 @@ from fcljax.files import machine_memory
 
 SUFFIXES = (".parquet", ".arrow")
 
-# a file with more rows has at least a byte for each: a set of images has many more
+# Compression lets a small file declare billions of rows, each of which would take
+# memory. Beyond this number a file must have at least a byte for each row, as any set
+# of images has.
 _FEW_ROWS = 1 << 20
 _ROW_BYTES = 256  # of memory for the label, name and position of a row
-_VALUE_BYTES = 8
-_END = b"\xff\xff\xff\xff\0\0\0\0"  # of an arrow stream
+_VALUE_BYTES = 8  # least memory of a value
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # the mark at the end of an arrow stream
 _BATCH = 128  # rows in memory at a time
 
 
@@ -73,7 +75,8 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except Exception as error:  # the library can raise anything on a damaged file
+    # anything: pyarrow raises errors of many kinds on a damaged file
+    except Exception as error:
         raise InputError(f"dataset: {str(path)!r} cannot be read ({reason(error)})") from error
 
 
@@ -95,6 +98,7 @@ def values_of(table: Table, column: str) -> list[Any]:
     with _reading(table.path):
         values: list[Any] = []
         for chunk in table.column(column).chunks:
+            # by the dictionary's index, so that a million equal labels are one object
             if hasattr(chunk, "dictionary"):
                 words = chunk.dictionary.to_pylist()
                 values += [None if index is None else words[index] for index in chunk.indices.to_pylist()]
@@ -126,7 +130,8 @@ def _parquet(path: Path, name: str) -> Table:
         check(name, list(range(len(groups))))
         return file.read(columns=[name]).column(name)
 
-    # One open reader: examples are decoded in the order of the file, so that rows are read once.
+    # One open reader. Examples are decoded in the order of the file, so it goes
+    # forwards, and rows are read once.
     @functools.lru_cache(maxsize=1)
     def cursor(name: str, index: int) -> _Cursor:
         check(name, [index])
@@ -219,6 +224,7 @@ def _level(kind: Any) -> str:
 
     if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
         return ""
+    # an image is a list of rows, of pixels, of channels
     while hasattr(kind, "value_type"):
         kind = kind.value_type
     if types.is_uint8(kind):

@@ -87,6 +87,7 @@ def _layout(root: Path) -> _SplitFolders:
         if len(duplicates) > 1:
             folders_text = " and ".join(duplicates)
             raise InputError(f"dataset: {str(root)!r} has the folders {folders_text}; keep only one of them")
+    # a folder named as a split could be a class too, so one alone is refused below
     train, test, validation = (split[0] if split else None for split in splits.values())
     if not (train or test or validation):
         note = "there are no folders train and test: a random fifth of the images is for testing"
@@ -141,15 +142,18 @@ def _has_sites(root: Path, view: _View) -> bool:
     Raises:
       InputError: if they may as well be classes.
     """
+    # A folder with images of its own is a class. The names of the folders below, and how
+    # often each occurs, tell the rest.
     shallow = [name for name, files in view.direct.items() if files]
     inner_counts = Counter(
         name for classes in view.below.values() for name, files in classes.items() if files
     )
     if not inner_counts:
         return False
+    # no images at the top, and several names below: sites with classes
     if not shallow and len(inner_counts) > 1:
         return True
-    # names that repeat below several folders look like classes below sites
+    # a name below several folders looks like a class that several sites have
     nested = [name for name in view.direct if name not in shallow]
     repeated = [
         name
@@ -210,7 +214,8 @@ def _scan(root: Path, layout: _SplitFolders) -> Scan:
         train, test = random_split(table(classes, trees[0]))
     else:
         train, test = (table(classes, tree) for tree in trees)
-    # the folder of the site in the path of a file
+    # position of the site in the path of a file: below the split's folder, if there is
+    # one
     depth = 0 if layout.test is None else 1
     columns = [{"site": depth} if sites else {} for sites in has_sites]
     note = _note(root, layout, views, has_sites, classes, (len(train.items), len(test.items)))
@@ -219,7 +224,8 @@ def _scan(root: Path, layout: _SplitFolders) -> Scan:
 
 def _find_sites(root: Path, views: list[_View]) -> list[bool]:
     """Decide for each split whether its folders are sites."""
-    # folders that all have images are classes, and so they are in the other split
+    # If all folders of one split have images, these are classes, and folders of these
+    # names are classes in the other split too.
     of_classes = [view for view in views if all(view.direct.values())]
     if of_classes and all(set(view.direct) <= set(of_classes[0].direct) for view in views):
         return [False for _ in views]

@@ -17,8 +17,9 @@ from fcljax.data.files.json_files import parse_json
 from fcljax.errors import InputError, nearest
 from fcljax.files import in_home, machine_memory, read_user_text
 
-_MEMORY_FACTOR = 16  # bytes of memory for a byte of a file
-_SHOWN = 6  # names in a line
+# Python's lists of numbers take about so many bytes of memory for a byte of JSON
+_MEMORY_FACTOR = 16
+_SHOWN = 6  # names in a message
 
 
 class ClientArrays(NamedTuple):
@@ -108,6 +109,7 @@ def _clients(where: str, content: Any, split: str) -> tuple[list[_JsonClient], l
             f"{where} holds a {type(content).__name__}; expected an object with the x and y of each client"
         )
     other_content: list[str] = []
+    # LEAF's form; otherwise every key of the object is a client
     data = content
     if "user_data" in content:
         other_content = [name for name in content if name not in ("users", "num_samples", "user_data")]
@@ -129,7 +131,7 @@ def _check_counts(where: str, content: Mapping[str, Any], data: Mapping[str, Any
     counts = content.get("num_samples")
     if counts is None:
         return
-    # lists of another length are reported below
+    # not strict: a list of another length is reported after the loop
     for user, count in zip(users, counts if isinstance(counts, list) else [], strict=False):
         y = data[str(user)].get("y") if isinstance(data[str(user)], Mapping) else None
         if isinstance(y, list) and len(y) != count:

@@ -14,8 +14,8 @@ from fcljax.errors import InputError
 from fcljax.files import in_home, read_user_text
 
 LABELS = ("label", "class", "target", "y")
-MOST_CATEGORIES = 1000  # of a text column; each is a column of its own
-MOST_BYTES = 1 << 30
+MOST_CATEGORIES = 1000  # different texts of a column; each becomes a column of numbers
+MOST_BYTES = 1 << 30  # most bytes of a file
 
 
 class _Table(NamedTuple):
@@ -54,6 +54,7 @@ def csv_dataset(name: str, say: Callable[[str], None]) -> Dataset:
     if len(tables) == 2 and set(tables[0].columns) != set(tables[1].columns):
         unlike = sorted(set(tables[0].columns) ^ set(tables[1].columns))
         raise InputError(f"{tables[1].where}: the column {unlike[0]!r} is in one of both tables only")
+    # by the training table alone: a value that only tests have could never be learned
     categories = _categories(tables[0])
     if len(tables) == 1:
         is_test = stratified(tables[0].labels, 0.2, np.random.RandomState(0))
@@ -127,6 +128,8 @@ def _categories(table: _Table) -> dict[str, np.ndarray]:
     for name, values in table.columns.items():
         if _as_numbers(values) is not None:
             continue
+        # a name or an id is different in nearly every row, and nothing can be learned
+        # from it
         unique = np.unique(values)
         if len(unique) > min(MOST_CATEGORIES, max(2, len(values) // 2)):
             raise InputError(

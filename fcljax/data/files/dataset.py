@@ -105,6 +105,7 @@ def prepared_columns(folder: Path, split: str, count: int) -> dict[str, np.ndarr
         if any(values.shape != (count,) for values in columns.values()):
             raise ValueError("not one value for each image")
         return columns
+    # most data sets have no columns
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError, RecursionError):

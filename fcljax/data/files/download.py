@@ -49,8 +49,8 @@ from fcljax.options import whole_number
 from fcljax.terminal import say
 
 _BLOCK = 1 << 18  # bytes in memory at a time
-# most unpacked bytes per byte of an archive; the official ones contain compressed
-# images
+# Most unpacked bytes per byte of an archive. The official ones hold compressed images and
+# hardly grow; a zip bomb grows a thousandfold.
 _GROWTH = 10
 _SLACK = 1 << 20  # bytes beyond that, for small archives
 
@@ -137,6 +137,7 @@ def fetch(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with prepared.one_process(root, console), temporary_folder(root) as stage:
+            # under the lock: another process may have fetched them while this one waited
             if not all((folder / archive.place).exists() for archive in archives):
                 _fetch(name, archives, folder, stage, console, timeout)
     except _Failed as error:
@@ -193,7 +194,8 @@ def _fetch(
     name: str, archives: Sequence[Archive], folder: Path, stage: Path, console: Console, timeout: float
 ) -> None:
     parts = [_part(folder, archive) for archive in archives]
-    # an archive and its content, which is hardly larger: compressed images
+    # room for the archive and its content, which is hardly larger, less what is here
+    # already
     need = sum(int(2.1 * archive.bytes) - _size(part) for archive, part in zip(archives, parts, strict=True))
     free = shutil.disk_usage(folder).free
     if need > free:
@@ -203,7 +205,7 @@ def _fetch(
         )
     say(console, f"downloading {name}, {volume(archives)}, to {folder}")
     with _progress(console) as progress:
-        # all are checked before the first is unpacked
+        # two passes: all archives are checked before the first is unpacked
         steps = ("", partial(_download, timeout=timeout)), ("unpacking ", partial(_unpack, stage=stage))
         for verb, work in steps:
             for archive, part in zip(archives, parts, strict=True):
@@ -222,7 +224,8 @@ def _fetch(
 
 
 def _part(folder: Path, archive: Archive) -> Path:
-    # the checksum tells versions apart, the folder a real.zip from that of another data set
+    # the checksum tells versions apart, the folder a real.zip from that of another data
+    # set
     return folder / f"{archive.place.parts[0]}-{archive.file}.{archive.sha256[:8]}.part"
 
 
@@ -242,7 +245,8 @@ def _move(source: Path, target: Path) -> None:
     if not target.exists():
         os.replace(source, target)
         return
-    for entry in source.iterdir():  # the user has other files in that folder
+    # the user has other files in that folder, which stay
+    for entry in source.iterdir():
         try:
             os.replace(entry, target / entry.name)
         except OSError as error:
@@ -268,7 +272,9 @@ def _append(archive: Archive, part: Path, update: Callable[..., None], timeout: 
     position = _size(part)
     try:
         with _answer(archive, position, timeout) as response:
-            if response.status != 206:  # the server sends the whole file
+            # 206 is the rest that was asked for; otherwise the server sends the whole
+            # file
+            if response.status != 206:
                 position = 0
             with open(part, "ab" if position else "wb", opener=_no_link) as stream:
                 while block := _read(archive, response, position):
@@ -277,6 +283,7 @@ def _append(archive: Archive, part: Path, update: Callable[..., None], timeout: 
                         raise _Useless(f"{archive.file} is longer than the official file and was removed")
                     stream.write(block)
                     update(completed=position)
+    # a part of 0 bytes is nothing to resume
     finally:
         if part.exists() and not _size(part):
             part.unlink()
@@ -388,7 +395,8 @@ def _needed_files(archive: Archive, members: Iterator[_Member]) -> Iterator[_Mem
 def _zipped(raw: IO[bytes]) -> Iterator[_Member]:
     with zipfile.ZipFile(raw) as packed:
         for info in packed.infolist():
-            # 0: written by a system without such types
+            # the upper half has the mode of Unix; 0 where the archive is from another
+            # system
             regular = stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)
             yield _Member(info.filename, info.file_size, info.is_dir(), regular, partial(packed.open, info))
 

@@ -21,7 +21,8 @@ from fcljax.data.geometry import Geometry
 from fcljax.errors import InputError, reason
 from fcljax.files import open_regular
 
-# a file, its content, its pixels, grey (C = 1) or RGB, or the reason why there is no image
+# a file, its content, its pixels, grey (C = 1) or RGB, or the reason why there is no
+# image
 Picture = Path | bytes | UInt8[np.ndarray, "H W C"] | InputError
 Fit = Callable[[Image.Image], Image.Image]
 
@@ -29,9 +30,10 @@ T = TypeVar("T")
 
 MAX_PIXELS = 40_000_000  # images with as many or more are refused
 
-# by content; some of Pillow's other readers start programs or print by themselves
+# The formats that Pillow may recognise by a file's content. Some of its other readers
+# start programs, such as Ghostscript for EPS.
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")
-# of files of these formats, in small letters
+# the endings of such files, in small letters
 SUFFIXES = frozenset({".apng", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".webp"})
 # 8 bits or less a channel
 _MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"}
@@ -165,7 +167,8 @@ def pixels_of(image: Image.Image, name: str) -> UInt8[np.ndarray, "H W 3"]:
 
 def _decoded(image: Image.Image, fit: Fit | None) -> Decoded:
     if "transparency" in image.info:
-        # Pillow warns about palettes with transparent entries unless they pass through RGBA
+        # Pillow warns about palettes with transparent entries unless they pass through
+        # RGBA
         image = image.convert("RGBA")
     rgb = image.convert("RGB")
     if fit is not None:
@@ -189,7 +192,7 @@ def _open(picture: Path | bytes, name: str, read: Callable[[Image.Image], T]) ->
             raise InputError(
                 f"dataset: {name!r} is not a readable image (no JPEG, PNG, GIF, BMP or WebP)"
             ) from error
-        # a damaged image can raise anything in Pillow's decoders, and it is the file's fault
+        # anything: Pillow's decoders raise errors of many kinds on a damaged image
         except Exception as error:
             raise InputError(f"dataset: {name!r} is not a readable image ({reason(error)})") from error
 

@@ -19,6 +19,8 @@ def parse_json(where: str, text: str, what: str = "name") -> Any:
         deeply, or repeats a name.
     """
 
+    # Python's parser keeps the last of two equal names, and reads NaN and Infinity: the
+    # first would lose a client's examples, the second end in a training loss of NaN
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
         if len(content) < len(pairs):

@@ -33,10 +33,11 @@ from fcljax.data.files.text_tables import read_rows
 from fcljax.errors import InputError
 from fcljax.files import in_home, read_user_text
 
-MOST_BYTES = 1 << 28
+MOST_BYTES = 1 << 28  # most bytes of a list
 SEPARATORS = ",;\t "
 
-COLUMNS = ("path", "label", "client", "task")
+COLUMNS = ("path", "label", "client", "task")  # the columns of a list without a header
+# what other programs call them
 _NAMES = {
     "path": ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "img"),
     "label": ("label", "labels", "class", "class_name", "category", "target"),
@@ -142,7 +143,8 @@ def _read(path: Path) -> _List:
 def _facts(path: Path) -> File:
     try:
         return file_facts(path, str(path))
-    except ValueError:  # a NUL in the name
+    # a NUL in the name: a file that does not exist
+    except ValueError:
         return File(str(path), -1, 0)
 
 

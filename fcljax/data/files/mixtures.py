@@ -26,8 +26,11 @@ def mixed(name: str, parts: list[Dataset]) -> Dataset:
     for part in parts:
         check_images("dataset", part)
     height, width = parts[0].x_train.shape[1:3]
+    # the classes of a data set follow those of the data sets before it
     first_labels = np.cumsum([0, *(len(part.class_names) for part in parts[:-1])])
     digests = "+".join(part.digest for part in parts)
+    # `sources` and the column `source` name the data set of each class and of each
+    # example: a task can be made within one of them, and a partition can follow them
     return Dataset(
         name,
         np.concatenate([_resized(part.x_train, height, width) for part in parts]),

@@ -26,8 +26,8 @@ from fcljax.errors import InputError, reason
 from fcljax.files import in_home, machine_memory
 
 CLASS_NAMES = "class_names"
-# names of images and labels of a split: ours, which are also scikit-learn's with a
-# capital X, and MedMNIST's
+# Names of images and labels of a split: ours, which are scikit-learn's too but for a
+# capital X, and MedMNIST's.
 _KEYS = (("x_{0}", "y_{0}"), ("{0}_images", "{0}_labels"))
 
 
@@ -74,7 +74,8 @@ def npz_dataset(
     where = f"dataset: {str(path)!r}"
     names = _names(path, "dataset")
     keys = {split: _keys(where, names, split) for split in ("train", "test", "val")}
-    # a validation split is read only without a test split
+    # a validation split takes the place of a missing test split, and is not read
+    # otherwise
     test_split = "test" if keys["test"] or not keys["val"] else "val"
     splits = {split: _required(where, names, keys[split], split) for split in ("train", test_split)}
     if test_split == "val":
@@ -201,7 +202,8 @@ def _column(where: str, key: str, values: np.ndarray, examples: int, split: str)
 
 def _drop_unlabelled(name: str, part: _Part, say: Callable[[str], None]) -> _Part:
     """Drop the examples of a split that have no label."""
-    # `check_lengths` reports it later, with both numbers
+    # another number of labels than of examples: `check_lengths` reports it, with both
+    # numbers
     if part.labels.shape[:1] != (part.examples,):
         return part
     has_label = ~missing_labels(part.labels)
@@ -226,7 +228,8 @@ def _dataset(name: str, path: Path, train: _Part, test: _Part, names_in_file: np
     names = _class_names(path, names_in_file, classes)
     if train.labels.dtype.kind == "U":
         classes = list(names)
-    # names of classes may come in another order than that of text, which searchsorted needs
+    # names of classes may come in another order than that of text, which searchsorted
+    # needs
     order = np.argsort(classes)
     y_train, y_test = (
         order[np.searchsorted(classes, part.labels, sorter=order)].astype(np.int64) for part in (train, test)
@@ -266,8 +269,8 @@ def _names(path: Path, field: str) -> list[str]:
         raise InputError(f"{field}: no such file: {str(path)!r}")
     try:
         return npz_names(path)
+    # anything: zipfile raises errors of many kinds on a damaged file
     except Exception as error:
-        # a damaged file can raise anything in the parser of zip
         raise InputError(f"dataset: {str(path)!r} is damaged or not a .npz file ({reason(error)})") from error
 
 
@@ -297,8 +300,8 @@ def _read(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
     """Read the arrays of these names that exist."""
     try:
         return read_npz(path, machine_memory() // 2, names)
+    # anything: a damaged file meets the parsers of zip and npy
     except Exception as error:
-        # a damaged file can raise anything in the parsers of zip and npy
         if "Object arrays" in str(error):
             raise InputError(
                 f"dataset: {str(path)!r} holds pickled objects, which are never loaded; save plain arrays"

@@ -33,11 +33,12 @@ from fcljax.errors import InputError, reason
 from fcljax.files import folder_for, leftovers, owned, temporary_folder, write_text
 from fcljax.terminal import say
 
-# version of the folder and of the rules that decide the pixels; part of the key
+# Version of the folder, and of the rules that decide the pixels. It is part of the key:
+# data of other versions are prepared again.
 FORMAT = 1
 
 _BLOCK = 128  # images in memory at a time
-_BYTES = 1 << 24  # of an array in memory at a time, while it is hashed or copied
+_BYTES = 1 << 24  # bytes of an array in memory at a time, while it is hashed or copied
 SUM = "sha256"  # key of a manifest's checksum of its other content
 
 _LONG = 2000  # images from which a progress bar is shown
@@ -150,7 +151,7 @@ def build(
             one_process(target, console, remove_on_error=True),
             temporary_folder(target) as folder,
         ):
-            # another process may have prepared it while this one waited for the lock
+            # under the lock: another process may have prepared it while this one waited
             if force or not target.exists():
                 with quiet():
                     manifest = _write(folder, listing, geometry, skip_corrupt, console)
@@ -181,7 +182,7 @@ def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
         _check_texts(target, manifest)
         arrays = {key: _map(target / f"{key}.npy", facts, full) for key, facts in manifest["arrays"].items()}
         _note_times(target, manifest)
-        # labels and sizes are small: copied into memory
+        # labels and sizes are small and read often, so they are not mapped
         arrays |= {key: np.array(array) for key, array in arrays.items() if key[0] != "x"}
         classes = len(manifest["class_names"])
         sizes = {split: arrays.pop(f"size_{split}", None) for split in ("train", "test")}
@@ -310,16 +311,18 @@ def one_process(target: Path, console: Console, remove_on_error: bool = False) -
 
 def _move(folder: Path, target: Path, force: bool) -> None:
     if force and target.exists():
-        # a folder cannot replace a folder that is not empty
+        # A folder cannot replace one that is not empty, so the old one moves away first.
+        # Processes that have mapped its files can go on: they keep the files alive.
         with temporary_folder(target) as old:
-            target.rename(old / "old")  # processes that have mapped it can go on
+            target.rename(old / "old")
             os.replace(folder, target)
         return
+    # without locks another process may have been faster, with the same result
     try:
         os.replace(folder, target)
     except OSError:
         if not (target / "manifest.json").exists():
-            raise  # else another process was faster, with the same result
+            raise
 
 
 def _write(
@@ -448,7 +451,7 @@ def _shape(work: _Work, split: str) -> tuple[int, int]:
 
 
 def _check_space(work: _Work, listing: Listing) -> None:
-    # bytes of all pixels, which exceed all else by far
+    # the pixels: labels, sizes and names are small beside them
     need = sum(
         3 * len(images.names) * math.prod(_shape(work, split))
         for split, images in (("train", listing.train), ("test", listing.test))
@@ -481,8 +484,9 @@ def _sizes(split: UndecodedSplit, pool: Executor) -> Iterator[tuple[int, int]]:
 def _size(picture: Picture, name: str) -> tuple[int, int] | None:
     try:
         return size_of(picture, name)
+    # decoding will report it, or skip the image
     except (InputError, OSError):
-        return None  # decoding reports it
+        return None
 
 
 def _blocks_of(split: UndecodedSplit) -> Iterator[tuple[list[Picture], Sequence[str]]]:
@@ -502,7 +506,8 @@ def _decode(work: _Work, split: str, picture: Picture, name: str) -> Decoded | d
             )
         return decoded
     except OSError as error:
-        # a fault of the file system, not of the image: never skipped
+        # a fault of the disk, not of the image: with --skip-corrupt half of the data
+        # set could be missing
         raise InputError(f"dataset: {name!r} cannot be read ({error.strerror or error})") from error
     except InputError as error:
         if not work.skip_corrupt:
@@ -524,7 +529,7 @@ def _write_split(work: _Work, split: str, images: UndecodedSplit) -> tuple[dict[
         results = list(work.pool.map(partial(_decode, work, split), pictures, names))
         block = [x for x in results if isinstance(x, Decoded)]
         pixels = np.stack([x.pixels for x in block]) if block else np.empty((0, *shape, 3), np.uint8)
-        # mapped anew for each block, so that written pages do not fill up memory
+        # mapped anew for each block: pages of a mapping that stays open count as memory
         np.load(path, mmap_mode="r+")[len(decoded) : len(decoded) + len(block)] = pixels
         checksum.update(pixels.data)
         skipped += [x for x in results if not isinstance(x, Decoded)]
@@ -536,7 +541,7 @@ def _write_split(work: _Work, split: str, images: UndecodedSplit) -> tuple[dict[
         _shorten(path, len(decoded))
     facts = {f"x_{split}": _facts(path, _finish(checksum, np.dtype(np.uint8), (len(decoded), *shape, 3)))}
     facts |= _save(work.folder, f"y_{split}", images.labels[decoded])
-    # the views need the sizes before squeezing
+    # where images were squeezed, crops need their shapes before (`Geometry`)
     if not work.size and (split == "train" or work.geometry.squash):
         facts |= _save(work.folder, f"size_{split}", np.array(sizes, np.int32).reshape(-1, 2))
     return facts, skipped
@@ -544,7 +549,8 @@ def _write_split(work: _Work, split: str, images: UndecodedSplit) -> tuple[dict[
 
 def _allocate(path: Path, shape: tuple[int, ...]) -> None:
     np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
-    # A full disk is an error here. Later, on a mapped page, it would kill the process.
+    # The file may be sparse. A full disk is an error here; later, on a mapped page, it
+    # would kill the process (SIGBUS).
     if hasattr(os, "posix_fallocate"):
         with path.open("r+b") as handle:
             try:
@@ -588,7 +594,8 @@ def _map(path: Path, facts: dict, full: bool) -> np.ndarray:
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     if list(array.shape) != facts["shape"] or array.dtype.str != facts["dtype"]:
         raise ValueError(f"{path.name} holds {array.dtype} of shape {array.shape}")
-    # hashing all images takes long; those of an unchanged file are trusted
+    # hashing all images would take minutes at every start, so an unchanged file is
+    # trusted
     changed = path.stat().st_mtime_ns != facts.get("time")
     is_image = path.name.startswith("x")
     if (full or changed or not is_image) and _sha256(array) != facts["sha256"]:
@@ -618,6 +625,6 @@ def _note_times(target: Path, manifest: dict[str, Any]) -> None:
     if times == {key: facts.get("time") for key, facts in manifest["arrays"].items()}:
         return
     arrays = {key: {**facts, "time": times[key]} for key, facts in manifest["arrays"].items()}
-    # a folder that cannot be written: its files are checked every time
+    # in a folder that cannot be written, they are checked at every start
     with contextlib.suppress(OSError):
         write_manifest(target, {**manifest, "arrays": arrays})

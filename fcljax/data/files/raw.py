@@ -24,6 +24,7 @@ SPLIT_NAMES = {
     "validation": ("val", "valid", "validation", "dev"),
 }
 
+# folders that operating systems put beside data; they would be classes without images
 _NOT_DATA = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
 _DRAWINGS = 5  # test images of each Omniglot character
 
@@ -67,7 +68,8 @@ def file_facts(entry: os.DirEntry | Path, path: str) -> File:
     """Return size and time of a file."""
     try:
         stat = entry.stat()
-    except OSError:  # the decoder will name a link that leads nowhere
+    # a link that leads nowhere, which the decoder reports with the image's name
+    except OSError:
         return File(path, -1, 0)
     return File(path, stat.st_size, stat.st_mtime_ns)
 

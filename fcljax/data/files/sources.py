@@ -59,7 +59,7 @@ def hold_out(dataset: Dataset, share: float) -> Dataset:
       InputError: if the share is too small to hold out an image of every class.
     """
     train_indices = first_share(dataset.y_train, 1 - share)
-    # the last images of each class: no seed decides the choice
+    # the last images of each class, so that no seed decides which
     held_out = np.setdiff1d(np.arange(len(dataset.y_train)), train_indices)
     if len(np.unique(dataset.y_train[held_out])) < len(np.unique(dataset.y_train)):
         fewest = int(np.unique(dataset.y_train, return_counts=True)[1].min())
@@ -114,7 +114,7 @@ def load_dataset(name: str, options: DataOptions = DataOptions(), verify: bool =
     Raises:
       InputError: for an unknown name, for missing data (with advice), and for a fault in a file.
     """
-    # refuses a home folder that does not exist, even if nothing is read
+    # for its error: a wrong --data-dir is refused even if the data set is built in
     data_folder(options.data_dir)
     if _is_in_memory(_kind(name, options)):
         return _in_memory(name, options, verify)
@@ -203,7 +203,8 @@ def _check_no_tar(word: str) -> None:
     names = [path]
     if os.path.isdir(path):
         entries = visible(Path(path))
-        # folders may be classes, and tables are read
+        # an archive beside folders of classes, or beside tables, is no data set of its
+        # own
         if any(entry.is_dir() or Path(entry.name).suffix in TABLES for entry in entries):
             return
         names = [entry.path for entry in entries]
@@ -265,7 +266,8 @@ def _from_cache(
 ) -> Prepared:
     choice = listings.class_list(options.class_list) if options.class_list else None
     raw = _find(name, options.folder, choice)
-    # raw files decide. Without them, data prepared with the same geometry and classes will do.
+    # Raw files decide: if they change, so does what is prepared. Where they are gone,
+    # data that were prepared with the same geometry and classes will do.
     target = None if raw or force else _prepared_without_raw(name, options, choice)
     if raw is None and target is None:
         if not may_download:
@@ -274,7 +276,7 @@ def _from_cache(
         raw = _find(name, options.folder, choice)
     if raw:
         target, fresh = _prepare_raw(name, raw, options, choice, force)
-        # what was written just now need not be read again
+        # what was decoded just now was hashed while it was written
         full = full and not fresh
     if target is None:
         raise InputError(f"dataset: the downloaded files are not the known version of {name!r}")
@@ -330,7 +332,7 @@ def _prepare_raw(name: str, raw: Raw, options: DataOptions, choice: Choice, forc
         for note in listing.notes:
             options.say(f"{name}: {note}")
         count = len(listing.train.names) + len(listing.test.names)
-        # a release that is not whole is used, with a note
+        # a part of a release is a data set too, but the user should know
         official = NAMED[name].images if name in NAMED else None
         if official and count != official:
             options.say(f"note: {name} has {official:,} images, {raw.where} holds {count:,}")
@@ -529,5 +531,5 @@ FORMS = {
 
 
 def _is_in_memory(kind: str) -> bool:
-    """Whether data sets of this kind stay in memory, without a cache."""
+    """Return whether data sets of this kind stay in memory, without a cache."""
     return kind in BUILT_IN or (kind in FORMS and FORMS[kind].load is not None)

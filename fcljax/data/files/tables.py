@@ -34,9 +34,11 @@ IMAGES = ("image", "img", "jpg", "png", "pixels")
 TEXTS = ("text", "sentence", "content", "document", "question", "review")
 LABELS = ("label", "labels", "fine_label", "class", "category", "target")
 
-_DARK = 16  # images whose levels end here have another range than 0..255
+# Images of integers that go no further have another range than 0..255, as scikit-learn's
+# digits with 0..16: read as grey levels they would be nearly black.
+_DARK = 16
 _SAMPLE = 64  # images that are checked for it
-_LONG_TEXT = 200  # characters; longer text is no site
+_LONG_TEXT = 200  # characters; a column of longer texts is a caption, not a site or a domain
 
 
 def table_files(name: str) -> Raw:
@@ -49,9 +51,8 @@ def table_files(name: str) -> Raw:
     if importlib.util.find_spec("pyarrow") is None:
         raise InputError(f"dataset: 'hf:{name}' needs pyarrow; install it with: {install_command('tables')}")
     files = sorted(path for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-    files = [
-        path for path in files if not path.name.startswith(("cache-", "tmp"))
-    ]  # results of the library's `map`
+    # without results of the library's `map`, which lie beside the data set
+    files = [path for path in files if not path.name.startswith(("cache-", "tmp"))]
     splits: dict[Path, str | None] = {path: _split_of(path.relative_to(root)) for path in files}
     unsplit = bool(files) and not any(splits.values())
     if unsplit:
@@ -198,7 +199,8 @@ def _choose_examples(root: Path, split_names: list[str], labels: list[np.ndarray
             continue
         if test_split:
             notes.append(f"not read: the {kind} split ({len(present[kind].items):,} examples)")
-        elif max(present[kind].labels) < 0:  # as in test splits of competitions
+        # all -1, as in test splits of competitions
+        elif max(present[kind].labels) < 0:
             notes.append(f"the {kind} split has no labels")
         else:
             test_split = kind
@@ -287,7 +289,7 @@ class _LabelColumn(NamedTuple):
 def _labels(tables: list[Table], split_names: list[str], column: str) -> _TableLabels:
     """Number the labels of all tables; each table's labels are read by its own names of the classes."""
     columns = [_read_labels(table, column) for table in tables]
-    # the names of the training tables come first
+    # classes are numbered as the training tables name them
     order = sorted(range(len(tables)), key=lambda i: split_names[i] != "train")
     declared = [names for i in order if (names := columns[i].names)]
     notes = []

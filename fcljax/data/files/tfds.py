@@ -72,7 +72,7 @@ def official(versions: Sequence[Path], *, field: str | None = None) -> Listing:
     rows = _rows(records, ["label", *([field] if field else [])])
     splits = []
     for source in range(2):
-        # by the field, which gives the order of the official files
+        # tfds shuffles records; the field gives the order of the official files
         ordered = sorted((row for row in rows if row.source == source), key=lambda row: row.values[1:])
         splits.append(LabelledItems(ordered, [row.values[0] for row in ordered]))
     return _listing(versions, records, records.features[0]["label"].names, *splits)
@@ -94,7 +94,7 @@ def from_own_splits(versions: Sequence[Path]) -> Listing:
             raise InputError(f"dataset: {str(versions[0])!r} has no feature {feature!r}")
     if "train" not in info.splits:
         raise InputError(f"dataset: {str(versions[0])!r} has no split 'train'")
-    # the validation split stands in for a hidden test split
+    # where the test split is not public, the validation split is for testing
     test_split = next((split for split in ("test", "validation") if split in info.splits), None)
     records = _records(versions, [split for split in ("train", test_split) if split])
     rows = _rows(records, ["label"])
@@ -149,7 +149,8 @@ def from_all_splits(versions: Sequence[Path], *, splits: Sequence[str], field: s
             label = row.values[0]
             if label < 0:
                 raise InputError(f"dataset: {_record_name(records, row)} has the label {label}")
-            # builders may name the same classes in another order
+            # by name: DomainNet has a builder for each domain, with classes in its own
+            # order
             name = records.features[row.source]["label"].names[label]
         tree.setdefault(name, []).append(row)
     if field:
@@ -204,8 +205,8 @@ def _read_checked(read: Read, versions: Sequence[Path]) -> Listing:
         ) from error
     except NotImplementedError as error:
         raise InputError(f"{where} is not in array_record files; prepare it with that file_format") from error
+    # anything: the library raises errors of many kinds on a damaged folder
     except Exception as error:
-        # the library can raise anything on a damaged folder
         raise InputError(f"{where} cannot be read by tensorflow-datasets ({reason(error)})") from error
 
 
@@ -215,7 +216,7 @@ def _records(versions: Sequence[Path], splits: Sequence[str]) -> _Records:
     records = _Records([], [], [])
     for version in versions:
         builder = tfds.builder_from_directory(version)
-        # images stay encoded, for the package's decoder
+        # images stay encoded: the package decodes them, as those of all other sources
         decoders = {name: tfds.decode.SkipDecoding() for name in builder.info.features}
         for split in splits:
             # pyrefly: ignore[bad-argument-type]  # the library wraps its methods, which hides their self

@@ -47,9 +47,11 @@ def tokenize(texts: Sequence[str], tokenizer: str | Path, length: int = 64) -> d
     try:
         encoder = tokenizers.Tokenizer.from_file(str(path))
         encoder.enable_truncation(length)
-        encoder.no_padding()  # the file may pad on the left
+        # the file may pad on the left, and rows are padded at their end below
+        encoder.no_padding()
         encoded = [encoding.ids for encoding in encoder.encode_batch(list(texts))]
-    except Exception as error:  # the library raises bare exceptions
+    # the library raises Exception itself
+    except Exception as error:
         raise InputError(f"tokenizer: {str(path)!r} cannot be used ({reason(error)})") from None
     ids = np.full((len(encoded), length), PADDING, np.int32)
     mask = np.zeros((len(encoded), length), bool)
