@@ -19,21 +19,23 @@ from jaxtyping import Array, Float
 
 from fcljax.models.shapes import ChipKind
 
-# Tokens. With fewer, scores are small; with more, those of a head do not fit into a
-# TPU's vector memory, nor the gradients of its keys and values into a GPU's registers.
+# Tokens. With fewer, the scores are small anyway. With more, the scores of a head do
+# not fit into a TPU's vector memory, nor the gradients of its keys and values into a
+# GPU's registers.
 FEWEST = 16
 MOST = {"tpu": 640, "gpu": 256}
-QUERIES = {"forward": 64, "backward": 32}  # that a GPU takes at a time
-# Of 32 threads, which share a GPU's registers. On an H200 the forward pass takes 0.17 ms
-# with 4 of them and 0.28 with 8, and the backward pass is faster with 8
+QUERIES = {"forward": 64, "backward": 32}  # queries that a GPU takes at a time
+# Groups of 32 threads, which share a GPU's registers. On an H200 the forward pass takes
+# 0.17 ms with 4 of them and 0.28 ms with 8; the backward pass is faster with 8
 # (docs/accelerators.md).
 WARPS = {"forward": 4, "backward": 8}
 
 
 def fits(chip: ChipKind, queries: int, keys: int, size: int) -> bool:
     """Check whether the kernel takes so many queries, keys and channels of a head."""
+    # Triton multiplies blocks whose sides are powers of 2, and at least 16
     if chip == "gpu" and (size < FEWEST or size.bit_count() > 1):
-        return False  # Triton's products have powers of 2
+        return False
     return chip != "none" and queries >= FEWEST and keys <= MOST[chip]
 
 
@@ -129,6 +131,7 @@ def _weights(q: Array, k: Array, keys: int | None = None) -> Array:
     """Return the attention weights of a head [queries, keys], in the type of q. With
     `keys`, only the first so many keys exist; the others pad them."""
     score = _product(q, k, 1, 1) * q.shape[-1] ** -0.5
+    # every query has a key that exists, so no row is -inf alone and softmax is never NaN
     if keys is not None:
         score = jnp.where(jnp.arange(len(k))[None] < keys, score, -jnp.inf)
     return jax.nn.softmax(score).astype(q.dtype)
@@ -147,13 +150,15 @@ def _layout_on_tpu(shape: tuple[int, ...], keys: int) -> _Layout:
     """Lay arrays out as [batch * heads, tokens, size]."""
     from jax.experimental import pallas as pl
 
-    # what vector memory holds
+    # as many heads at a time as have their scores in vector memory; more heads keep the
+    # processor busy
     if keys <= 256:
         most = 4
     elif keys <= 384:
         most = 2
     else:
         most = 1
+    # a divisor, so that every call of the kernel has the same number
     heads = math.gcd(shape[0] * shape[1], most)
     return _Layout(
         heads,
@@ -295,7 +300,7 @@ def _on_gpu(direction: str, function: Callable[..., None], products: int) -> _Pa
 
 _FORWARD = {"tpu": _Pass(_layout_on_tpu, _attend, 4), "gpu": _on_gpu("forward", _attend_on_gpu, 4)}
 _BACKWARD = {
-    # 14 products: it recomputes the output, too
+    # 14, not 10: on a TPU it recomputes the output too
     "tpu": _Pass(_layout_on_tpu, _attend_back, 14),
     "gpu": _on_gpu("backward", _attend_back_on_gpu, 10),
 }

@@ -25,8 +25,9 @@ from fcljax.models.text import apply_text
 from fcljax.models.vit import Injection
 from fcljax.types import TextTower
 
+# a word, a number, or one other character, in text that is lower-case already
 _WORD = re.compile(r"[a-z]+|[0-9]+|[^\sa-z0-9]")
-LEAST_NORM = 1e-12
+LEAST_NORM = 1e-12  # shorter features are not scaled up to length 1
 
 
 class ClassTexts(NamedTuple):
@@ -90,6 +91,7 @@ def packaged_tokens(config: TextConfig, prompts: Sequence[str]) -> list[list[int
     written by its Unicode name. The start token has the highest id but one, the end token
     the highest.
     """
+    # the end token has the highest id, by which the tower finds it (`text.pooled`)
     start = config.vocabulary - 2
     end = config.vocabulary - 1
 
@@ -102,6 +104,8 @@ def packaged_tokens(config: TextConfig, prompts: Sequence[str]) -> list[list[int
 
 def _spelled(character: str) -> str:
     """Return a character, or the Unicode name of one beyond ASCII."""
+    # letters of other scripts: "armenian capital letter gim" shares words with its
+    # neighbours
     if character.isascii():
         return character
     return f" {unicodedata.name(character, character)} "

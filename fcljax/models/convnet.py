@@ -109,8 +109,8 @@ def init_convnet(key: PRNGKeyArray, module: nn.Module, image_size: int) -> Varia
     """
     named, tree = jax.tree.flatten_with_path(convnet_shapes(module, image_size))
     ends = list(accumulate(math.prod(shape.shape) for _, shape in named))
-    # one draw for all leaves, in their order: a draw per kernel takes longer to compile
-    # than the network
+    # one draw for all leaves, cut into pieces: a draw for each kernel would take longer
+    # to compile than the network itself
     noise = jnp.split(jax.random.normal(key, (ends[-1],)), ends[:-1])
     leaves = [
         _initial_value(path[-1].key, x.reshape(like.shape))
@@ -123,7 +123,7 @@ def init_convnet(key: PRNGKeyArray, module: nn.Module, image_size: int) -> Varia
 def _initial_value(name: str, noise: Array) -> Array:
     """Return the initial value of a layer's parameter from standard normal noise."""
     if name == "kernel":
-        # variance 2 / fan-out: the signal keeps its size backwards
+        # by the outputs of a layer, so that gradients keep their size from layer to layer
         fan_out = noise[..., 0, :].size
         return noise * math.sqrt(2 / fan_out)
     if name in ("scale", "var"):
@@ -155,12 +155,12 @@ def convnet_network(
         if injection is not None:
             raise InputError("injection: a convolutional network has no attention")
         variables = {"params": params.weights, "batch_stats": params.stats}
-        # statistics move in training alone
+        # flax returns only what is mutable: in training the running statistics, which are
+        # parameters of the client's model too
         mutable = []
         if train:
             mutable = ["batch_stats"]
         (feature, taps), updated = module(config, train).apply(variables, image, mask, mutable=mutable)
-        # weights are the caller's; only statistics change here
         if train:
             params = params._replace(stats=updated["batch_stats"])
         return Features(feature, None, taps), params

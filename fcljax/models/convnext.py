@@ -39,8 +39,8 @@ class Depthwise(nn.Module):
         height = x.shape[1]
         width = x.shape[2]
         reach = KERNEL // 2
-        # A sum of shifted images. With a kernel for each client, a grouped convolution
-        # would have clients times channels groups.
+        # A sum of shifted images, not a grouped convolution: vmapped over clients with
+        # kernels of their own, that would have clients times channels groups.
         padded = jnp.pad(x, ((0, 0), (reach, reach), (reach, reach), (0, 0)))
         result = bias + jnp.zeros_like(x)
         for i, j in itertools.product(range(KERNEL), repeat=2):
@@ -58,7 +58,7 @@ class ConvNeXtBlock(nn.Module):
         width = x.shape[-1]
         number_format = NumberFormat(self.dtype)
         y = _norm("norm")(Depthwise(name="depthwise")(x))
-        # the exact GELU, as in timm
+        # flax's default is the approximation by tanh; timm has the exact GELU
         y = nn.gelu(dense(4 * width, number_format, "fc1")(y), approximate=False)
         y = dense(width, number_format, "fc2")(y)
         return x + y * self.param("scale", nn.initializers.constant(1e-6), (width,))
@@ -82,7 +82,8 @@ class ConvNeXt(nn.Module):
     @nn.compact
     def __call__(self, image: Array) -> tuple[Array, dict[str, Array]]:
         c = self.config
-        # the stem is a convolution whose stride is its size: squares, then a product
+        # A convolution whose stride is its size is a product of squares of pixels. It is
+        # written so because convolutions inside loops fall off XLA's fast path.
         number_format = NumberFormat(c.dtype)
         x = _norm("stem_norm")(dense(c.widths[0], number_format, "stem")(squares(image, c.patch)))
         taps = {}

@@ -61,7 +61,8 @@ def _convolve(
     **dilation: Any,
 ) -> Array:
     if precision is None and x.dtype == jnp.float32:
-        precision = lax.Precision.HIGHEST  # accelerators would round the factors
+        # accelerators would round float32 factors to bfloat16 or tf32
+        precision = lax.Precision.HIGHEST
     return lax.conv_general_dilated(
         x, kernel, stride, pads, dimension_numbers=_LAYOUT, precision=precision, **dilation
     )
@@ -92,6 +93,10 @@ def image_gradient(
     precision: lax.PrecisionLike = None,
 ) -> Float[Array, "batch height width inputs"]:
     """Convolve the outputs' gradient, spread by the stride, with the reversed kernel."""
+    # Each output's gradient goes back to the pixels that it was computed from: with the
+    # outputs spread by the stride, a convolution with the kernel turned around. The
+    # pads make its result as large as the image, also where the stride left pixels
+    # over.
     pads = []
     for axis in range(2):
         reach = kernel.shape[axis] - 1
@@ -117,7 +122,8 @@ def kernel_gradient(
         spread = window.stride[axis] * (gradient.shape[1 + axis] - 1) + 1
         pad_start = window.pads[axis][0]
         pads.append((pad_start, kernel.shape[axis] + spread - 1 - x.shape[1 + axis] - pad_start))
-    # the convolution sums over "channels", which here are the batch
+    # a convolution sums over channels: with batch and channels swapped it sums over the
+    # batch
     channels_first = x.transpose(3, 1, 2, 0)
     as_kernel = gradient.transpose(1, 2, 0, 3)
     out = _convolve(channels_first, as_kernel, (1, 1), pads, precision, rhs_dilation=window.stride)
@@ -136,7 +142,7 @@ def _kernel_gradient_by_patches(
     """
     padded = jnp.pad(x.transpose(3, 0, 1, 2), ((0, 0), (0, 0), *window.pads))
     height, width = gradient.shape[1:3]
-    # the pixels that are multiplied by each weight of the kernel
+    # for each weight of the kernel, the pixels that it is multiplied with
     pixels = [
         padded[:, :, row : row + height, column : column + width]
         for row, column in np.ndindex(kernel.shape[:2])
@@ -211,8 +217,9 @@ def _pool_forward(
 def _pool_backward(
     size: Pair, window: Window, saved: tuple[Array, Array], gradient: Array
 ) -> tuple[Float[Array, "batch height width channels"]]:
+    # XLA's own gradient, which scatters, is slow on a CPU alone; a TPU moves a third
+    # fewer bytes with it
     on_cpu = functools.partial(_pool_gradient_by_pixels, size, window)
-    # a TPU then moves a third fewer bytes
     elsewhere = functools.partial(_pool_gradient_of_xla, size, window)
     return (lax.platform_dependent(*saved, gradient, cpu=on_cpu, default=elsewhere),)
 
@@ -254,7 +261,7 @@ def _first_maximum(size: Pair, window: Window, x: Array, largest: Array) -> Arra
     """Return the first largest value's position in its window, row by row."""
     padded = jnp.pad(x, ((0, 0), *window.pads, (0, 0)), constant_values=-jnp.inf)
     argmax = jnp.zeros(largest.shape, jnp.int32)
-    # backwards, so that the first position is written last
+    # from the last position to the first: where values tie, the first one is written last
     for position, offset in reversed(list(enumerate(np.ndindex(size)))):
         rows, columns = (
             slice(start, start + stride * (windows - 1) + 1, stride)

@@ -38,6 +38,7 @@ class _Conv1D(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B steps channels"]) -> Float[Array, "B width"]:
         for i, width in enumerate(self.config.hidden):
+            # the first layer keeps all steps of the series
             stride = 1 if i == 0 else 2
             windows = _windows(x, self.config.kernel, stride)
             x = nn.relu(dense(width, NumberFormat(self.config.dtype), f"layer_{i}")(windows))
@@ -59,6 +60,7 @@ class _Identity(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B *shape"]) -> Float[Array, "B width"]:
+        # flattened, so that classifiers get one vector
         return x.reshape(len(x), -1).astype(jnp.float32)
 
 
@@ -111,5 +113,6 @@ def random_array_net(
     name: str, shape: tuple[int, ...], dtype: Dtype, seed: int
 ) -> tuple[ArrayNetConfig, PyTree]:
     """Return the static shape of a named network and values that the seed decides."""
+    # jit: without it every operation of flax's `init` would compile by itself
     config = array_net_config(name, shape, dtype)
     return config, jax.jit(init_array_net, static_argnums=1)(jax.random.key(seed), config)

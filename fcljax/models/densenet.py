@@ -20,7 +20,7 @@ class DenseLayer(nn.Module):
     @nn.compact
     def __call__(self, x: Array, mask: Array | None) -> Array:
         y = Norm(self.train, name="norm1")(x, mask)
-        # a bottleneck of 4 x growth channels before the larger kernel
+        # a bottleneck of 4 x growth channels: the 3 x 3 kernel does not read all channels
         y = layer(4 * self.growth, 1, dtype=self.dtype, name="conv1")(y)
         y = Norm(self.train, name="norm2")(y, mask)
         y = layer(self.growth, 3, dtype=self.dtype, name="conv2")(y)
@@ -61,8 +61,8 @@ class DenseNet(nn.Module):
                 # every layer reads all features before it
                 x = DenseLayer(c.growth, c.dtype, self.train, name=f"block_{block}_layer_{i:02d}")(x, mask)
             taps[f"block_{block}"] = x
+            # the last block is followed by the norm instead
             if block < len(c.blocks) - 1:
-                # no transition after the last block
                 x = Transition(c.dtype, self.train, name=f"transition_{block}")(x, mask)
         x = Norm(self.train, name="norm")(x, mask)
         return pooled(x), taps

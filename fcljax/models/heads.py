@@ -43,7 +43,7 @@ def apply_head(
     feature: Float[Array, "batch width"],
 ) -> Float[Array, "batch classes"]:
     """Return the logits of all classes."""
-    # exact: bfloat16 logits of many classes tie
+    # in float32, because in bfloat16 the logits of many classes would be equal
     return exact_matmul(feature, head.kernel) + head.bias
 
 
@@ -89,7 +89,7 @@ def cross_entropy(
 
     Other classes get no gradient.
     """
-    # padding has a label too, whose loss is finite and masked
+    # padding has label 0, which may be excluded: its loss is large but finite, and masked
     loss = optax.softmax_cross_entropy_with_integer_labels(mask_logits(logits, allowed), label)
     return reduce_rows(loss, mask, jnp.sum(mask), reduction)
 
@@ -118,11 +118,11 @@ def distillation(
     softmax(teacher / T) and softmax(student / T), without the factor T^2 (LwF as in
     TARGET's release). 0 if no class or example is left.
     """
-    # the teacher is a constant also where student and teacher share parameters
+    # even where student and teacher share parameters, no gradient reaches the teacher
     target = jax.nn.softmax(mask_logits(jax.lax.stop_gradient(teacher) / temperature, allowed))
     log_probability = jax.nn.log_softmax(mask_logits(student / temperature, allowed))
-    # excluded classes: 0 times the lowest finite number
-    # would be fine, but its gradient is not
+    # For excluded classes the product is 0 times the lowest finite number: 0, but with a
+    # gradient that is not finite. So `where` leaves them out.
     loss = -jnp.sum(jnp.where(allowed, target * log_probability, 0.0), axis=-1)
     return reduce_rows(loss, mask, jnp.sum(mask), "mean")
 
@@ -135,8 +135,7 @@ def kl(
     """Return KL(softmax(p) || softmax(q)) of logits over the allowed classes."""
 
     def log_probability(logits: Array) -> Array:
-        # 0 after the softmax, so that differences of
-        # excluded classes are 0 and not inf - inf
+        # 0 for excluded classes: log p - log q is 0 there, and not inf - inf
         return jnp.where(allowed, jax.nn.log_softmax(mask_logits(logits, allowed)), 0.0)
 
     log_p = log_probability(p)
@@ -150,7 +149,7 @@ def unit(
 ) -> Float[Array, "*rows width"]:
     """Scale vectors to length 1; one shorter than eps stays shorter."""
     squared_norm = jnp.sum(x * x, axis=-1, keepdims=True)
-    # the guard stands inside the root: gradients at 0 are 0 and not nan
+    # with the guard outside the root, the gradient at 0 would be 0 times infinity
     return x * jax.lax.rsqrt(jnp.maximum(squared_norm, eps**2))
 
 

@@ -75,8 +75,8 @@ def random_mask(
     Raises:
       InputError: for a ratio outside [0, 1].
     """
+    # a key for each sample, so that its mask does not depend on the size of the batch
     keys = key
-    # by sample, so that a mask does not depend on the batch
     if not key.ndim:
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
     noise = jax.vmap(lambda key: jax.random.uniform(key, (patches,)))(keys)
@@ -91,7 +91,7 @@ def mask_by_noise(noise: Float[Array, "batch patches"], ratio: float) -> Masking
     """
     if not 0 <= ratio <= 1:
         raise InputError(f"mask_ratio: {ratio} is not in [0, 1]; nearest: {min(max(ratio, 0), 1)}")
-    # rounded down, as in MAE
+    # truncated, as in MAE's release: 196 patches at a ratio of 0.75 leave 49
     visible = int(noise.shape[1] * (1 - ratio))
     shuffle = jnp.argsort(noise, axis=1)
     # the inverse permutation puts patches back in place
@@ -112,7 +112,7 @@ def sincos_positions(grid: int, width: int) -> Float[Array, "tokens width"]:
         raise InputError(
             f"decoder width: {width} is not a multiple of 4; nearest: {max(4, round(width / 4) * 4)}"
         )
-    # w_i = 10000^(-i / (width / 4))
+    # w_i
     frequency = 10000.0 ** (-np.arange(width // 4) / (width // 4))
     row, column = np.divmod(np.arange(grid * grid), grid)
     angles = [np.outer(index, frequency) for index in (column, row)]
@@ -128,7 +128,7 @@ class Decoder(nn.Module):
     @nn.compact
     def __call__(self, latent, restore, prompt=None):
         c = self.config
-        # fixed: MAE does not train the decoder's positions
+        # a parameter only to be stored: MAE does not train the decoder's positions
         position = jax.lax.stop_gradient(self.param("pos", nn.initializers.zeros, (1 + c.grid**2, c.width)))
         mask = self.param("mask", nn.initializers.zeros, (c.width,))
         x = dense(c.width, NumberFormat(c.dtype), "embed")(latent)
@@ -139,7 +139,7 @@ class Decoder(nn.Module):
         patches = jnp.take_along_axis(shuffled, restore[..., None], axis=1)
         x = (jnp.concatenate([x[:, :1], patches], axis=1) + position).astype(array_type(c.dtype))
         for i in range(c.depth):
-            # the prompt joins the first block only (pMAE)
+            # pMAE's prompt joins the first block only
             joins = Joins(prompt if i == 0 else None)
             x = run_block(self, _block_config(c), f"block_{i:02d}", x, joins)
         x = LayerNorm(c.epsilon, name="norm")(x)
@@ -224,7 +224,6 @@ def _draw(
     config: DecoderConfig,
 ) -> Array:
     if name == "pos":
-        # the positions are computed, not drawn
         return sincos_positions(config.grid, config.width)
     initialisers = {
         "kernel": nn.initializers.xavier_uniform(),
@@ -279,9 +278,9 @@ def reconstruction_loss(
     """
     counted = masked
     if mask is not None:
-        # padding takes no part, whatever it contains
         counted = masked & mask[:, None]
     target = patchify(image, image.shape[1] // math.isqrt(prediction.shape[1]))
-    # masked before the square: then padding that is not finite has no gradient either
+    # before the square: behind it, the gradient of padding that is not finite would be
+    # NaN
     difference = jnp.where(counted[..., None], prediction - target, 0.0)
     return jnp.square(difference).mean(axis=-1).sum() / jnp.maximum(counted.sum(), 1)

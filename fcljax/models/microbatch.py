@@ -94,7 +94,7 @@ def _divided_network(
             part_inputs, part_injection = batch
             injection = merge_injection(part_injection, injection)
             features, _ = network.apply(params, part_inputs, injection, train, None)
-            # taps would hold the blocks of all images in memory
+            # taps are the outputs of every block, which would be in memory for all images
             return features._replace(taps={})
 
         return divide(part, (params, shared_injection), (inputs, of_images)), params
@@ -141,13 +141,15 @@ def in_pieces(function: Callable[[PyTree], PyTree], batch: PyTree, size: int) ->
     pieces = -(-count // size)
     if pieces == 1:
         return function(batch)
+    # pieces of equal size: 100 examples in pieces of at most 64 are 50 and 50, not 64
+    # and 36 with 28 of padding
     piece_size = -(-count // pieces)
 
     def divide(x: Array) -> Array:
         return _pad_first_axis(x, pieces * piece_size).reshape(pieces, piece_size, *x.shape[1:])
 
-    # the checkpoint makes the backward pass recompute a
-    # piece, so that memory holds one at a time
+    # without the checkpoint, the backward pass would find the activations of all pieces
+    # in memory, and nothing would be saved
     results = jax.lax.map(jax.checkpoint(function), jax.tree.map(divide, batch))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], results)
 
@@ -190,7 +192,8 @@ def _on_devices_backward(
     grad_shared, grad_part = pullback(_part_of_device(gradient))
 
     def gather_gradient(part: Array, x: Array) -> Array | np.ndarray:
-        if part.dtype == jax.dtypes.float0:  # integers have no gradient
+        # jax's type for the gradient of integers, which have none
+        if part.dtype == jax.dtypes.float0:
             return np.zeros(x.shape, part.dtype)
         return _gather(part, len(x))
 

@@ -96,7 +96,7 @@ def network_name(config: NetworkConfig) -> str:
 
 def _body(config: NetworkConfig) -> dict[str, object]:
     """Return the fields that a name stands for."""
-    # with another image size, stem or norm a network keeps its name
+    # a ViT-B/16 is one at any image size, and with another epsilon
     free = ("image_size", "stem", "epsilon", "final_norm", *OF_A_RUN)
     fields = {key: value for key, value in dataclasses.asdict(config).items() if key not in free}
     return fields | {"type": type(config)}

@@ -56,6 +56,7 @@ class Backbone:
 
         named: dict[str, Any] = {"name": type(module).__name__} | fields
         if isinstance(module, nnx.Module):
+            # `rest` (batch statistics, say) is not trained, so it stays out of `params`
             module.eval()
             graph, params, rest = nnx.split(module, nnx.Param, ...)
 
@@ -112,11 +113,12 @@ def own_config(
     noun = "images" if example is None else "examples"
     if example is None:
         example = jax.ShapeDtypeStruct((side, side, 3), jnp.float32)
-    # two examples: an axis of length 2 is that of the batch
+    # two examples, because a network that loses the batch axis would pass with one
     batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), example)
     try:
         feature = jax.eval_shape(backbone.apply, backbone.params, batch)
-    except Exception as error:  # whatever a user's function raises
+    # anything, since it is the user's code
+    except Exception as error:
         shapes = ", ".join(str(list(leaf.shape)) for leaf in jax.tree.leaves(batch))
         raise InputError(
             f"backbone: {place(backbone.apply)} fails on {noun} of shape {shapes}: {reason(error)}"

@@ -31,9 +31,11 @@ from jaxtyping import Array, Bool, Float
 from fcljax.models.attention_kernel import fits, kernel_attention
 from fcljax.models.shapes import ChipKind, NumberFormat
 
+# sums in float32, whatever the factors are
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-# Of float32 factors, which TPUs would round to bfloat16 and NVIDIA GPUs to TF32. For
-# statistics, prototypes, distances, prompts and classifiers.
+# For statistics, prototypes, distances, prompts and classifiers, which are float32:
+# without a precision TPUs would round the factors to bfloat16, and NVIDIA's GPUs to
+# TF32.
 exact_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 exact_matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
@@ -109,7 +111,7 @@ def dense(features: int, number_format: NumberFormat, name: str) -> nn.Dense:
     """Make a linear layer with bias: kernel and input in the compute type, the result as
     of `product`."""
 
-    # flax asks for the last axis of x and the first of the kernel, always
+    # a Dense layer always contracts the last axis of x with the first of the kernel
     def dot_general(x: Array, kernel: Array, _dimensions: object, precision: object = None) -> Array:
         return matmul(x, kernel, number_format)
 
@@ -134,8 +136,8 @@ def activated(
         first, *rest = (summand.astype(jnp.float32) for summand in summands)
         return function(sum(rest, first)).astype(dtype)
 
-    # The backward pass recomputes the function from x and bias, or under bfloat16 from
-    # their rounded sum: half the memory.
+    # The backward pass recomputes the function, so only its input is stored: x and
+    # bias, or under bfloat16 their rounded sum, which is half as large.
     summands = (x, bias)
     if dtype != "float32":
         summands = ((x + bias.astype(x.dtype)).astype(dtype),)
@@ -169,6 +171,8 @@ def masked_attention(
 ) -> Float[Array, "batch heads queries size"]:
     """Return attention in which queries read the keys whose mask is True."""
     scores = product("bhqd,bhkd->bhqk", q, k, number_format).astype(jnp.float32) * q.shape[-1] ** -0.5
+    # the lowest finite number, not -inf: a query of padding that reads no key gets equal
+    # weights, and not NaN
     weights = jax.nn.softmax(jnp.where(mask[:, None], scores, jnp.finfo(jnp.float32).min))
     return product("bhqk,bhkd->bhqd", weights.astype(q.dtype), v, number_format).astype(q.dtype)
 

@@ -31,7 +31,8 @@ def distances(
     squared = jnp.sum(jnp.square(difference), axis=-1)
     if form == "squared":
         return squared
-    # the inner `where` keeps the gradient at 0 finite
+    # two `where`: with the outer one alone, the gradient of the root at 0 would be
+    # infinity times 0
     positive = squared > jnp.finfo(squared.dtype).tiny
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, squared, 1.0) / feature.shape[-1]), 0.0)
 
@@ -57,7 +58,6 @@ def dce_loss(
     It takes the allowed classes and the examples in the mask; other prototypes get no
     gradient.
     """
-    # prototypes that are not allowed get the lowest logit, and so no gradient
     return cross_entropy(-hardness * distance, label, allowed, mask, reduction)
 
 

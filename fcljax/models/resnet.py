@@ -25,7 +25,7 @@ class BasicBlock(nn.Module):
         y = layer(self.features, 3, self.stride, dtype=self.dtype, name="conv1")(x)
         y = Norm(self.train, name="norm1")(y, mask)
         y = layer(self.features, 3, dtype=self.dtype, name="conv2")(y)
-        # without ReLU: the sum below has it
+        # without ReLU, which follows the sum below
         y = Norm(self.train, False, name="norm2")(y, mask)
         # the shortcut needs a projection where the shape changes
         if self.stride != 1 or x.shape[-1] != self.features:
@@ -82,9 +82,9 @@ class ResNet(nn.Module):
         for stage, blocks in enumerate(c.stages):
             channels = c.channels * 2**stage
             for i in range(blocks):
+                # the first block of every stage but the first halves the side
                 stride = 1
                 if stage and i == 0:
-                    # the first block of a stage halves the side
                     stride = 2
                 x = block(channels, stride, c.dtype, self.train, name=f"stage_{stage}_block_{i}")(x, mask)
             taps[f"stage_{stage}"] = x

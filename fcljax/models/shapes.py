@@ -7,13 +7,15 @@ from typing import Literal, NamedTuple
 from fcljax.settings import Stem
 
 ChipKind = Literal["none", "tpu", "gpu"]
-# of MLPs; quick_gelu: x sigmoid(1.702 x) (CLIP);
-# gelu_tanh: the approximation by tanh (big_vision)
+# The activation of MLPs. A checkpoint must run with its own: quick_gelu, x
+# sigmoid(1.702 x), is CLIP's, and gelu_tanh, the approximation by tanh, is
+# big_vision's.
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
-# The feature of a text: a learned class token before the text (learned), the text's first token
-# (first: BERT), the mean over tokens (mean: sentence-transformers), or its end token (end: CLIP).
+# The feature of a text: a learned class token before the text (learned), the text's
+# first token (first: BERT), the mean over tokens (mean: sentence-transformers), or its
+# end token (end: CLIP).
 Pooling = Literal["learned", "first", "mean", "end"]
-# fields that say how a run computes a network of that shape
+# fields that say how a run computes a network; they are no part of its shape or name
 OF_A_RUN = ("dtype", "kernel")
 Dtype = Literal["float32", "tf32", "bfloat16"]
 
@@ -109,10 +111,11 @@ VITS: dict[str, ViTConfig] = {
 
 def reduction(stem: Stem, stages: int) -> int:
     """Return how many pixels of a side become one position of the last stage."""
+    # 7 x 7 with stride 2 and a maximum with stride 2; every stage but the first halves
+    # again
     stem_stride = 1
     if stem == "imagenet":
         stem_stride = 4
-    # each stage after the first halves the side
     return stem_stride * 2 ** (stages - 1)
 
 

@@ -33,6 +33,7 @@ class TextEncoder(nn.Module):
         if injection is None:
             injection = Injection()
         text = jax.tree.map(jnp.asarray, text)
+        # before the embedding: the tokens behind the context get later positions
         if injection.context is not None:
             text = _with_room(text, len(injection.context))
         cls = None
@@ -55,6 +56,7 @@ class TextEncoder(nn.Module):
             x = embedding_norm(blocks)(x)
         x = x.astype(blocks.number_format.array)
         is_read = mask
+        # for every query the same keys; causal, also only those before it
         mask = mask[:, None]
         if c.causal:
             mask = mask & jnp.tri(x.shape[1], dtype=bool)
@@ -62,7 +64,7 @@ class TextEncoder(nn.Module):
         # a feature that is not the first token's needs the last block's other tokens
         whole = full or c.pooling in ("mean", "end")
         features = run_blocks(self, blocks, x, injection, outputs, Joins(mask=mask), whole, self.remat)
-        # statistics of tokens leave out padding
+        # sums over tokens (`vit.attention_inputs`) leave out padding
         features = features._replace(taps=features.taps | {"is_read": is_read})
         if c.pooling in ("learned", "first"):
             return features
@@ -81,6 +83,7 @@ class TextEncoder(nn.Module):
             positions += 1
         position = self.param("pos", normal, (positions, c.width))
         embedding = self.param("embed", normal, (c.vocabulary, c.width))
+        # the learned class token has position 0, and the text the ones behind it
         words = position[positions - c.length :]
         x = embedding[text["ids"]]
         if context is not None:
@@ -112,7 +115,7 @@ def pooled(
     if config.pooling == "mean":
         total = jnp.sum(jnp.where(mask[..., None], tokens, 0.0), axis=1)
         return total / jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
-    # the first of several: CLIP pads with its end token
+    # argmax takes the first of several, because CLIP pads texts with its end token
     score = jnp.where(mask, ids, -1) if config.end is None else ids == config.end
     end = jnp.argmax(score, axis=1)
     return jnp.take_along_axis(tokens, end[:, None, None], axis=1)[:, 0]

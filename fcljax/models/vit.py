@@ -79,8 +79,9 @@ def split_injection(
     def belongs_to_images(
         leaf: Array,
     ) -> bool:
-        # prompts, prefixes and tokens have three axes; the first is 1 or missing if
-        # images share them
+        # Prompts, prefixes and tokens of single images are [batch, length, width]; what
+        # images share has a first axis of 1, or none. `keep` [batch, kept] is always of
+        # single images.
         return (injection is not None and leaf is injection.keep) or (leaf.ndim == 3 and len(leaf) > 1)
 
     of_images = jax.tree.map(lambda leaf: leaf if belongs_to_images(leaf) else None, injection)
@@ -117,10 +118,10 @@ def _norm(c: ViTConfig, name: str, result: str = "float32") -> LayerNorm:
     """Make a norm of the network.
 
     Under bfloat16 the backward pass recomputes it from its input."""
+    # A norm computes in float32. Recomputed in the backward pass, it leaves only its
+    # input in memory, which is bfloat16.
     layer = LayerNorm
     if c.dtype == "bfloat16":
-        # until the backward pass recomputes the norm, only its rounded input and
-        # gradient are stored
         layer = nn.remat(LayerNorm)
     return layer(c.epsilon, result, name=name)
 
@@ -147,6 +148,8 @@ def layer_norm(
 
 def _standardise(x: Array, epsilon: float) -> tuple[Array, Array]:
     """Return x - mean and 1 / sqrt(variance + epsilon)."""
+    # E[x^2] - E[x]^2 needs one pass over x; rounding can make it negative where x is
+    # constant
     mean = jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.maximum(0.0, jnp.mean(x * x, axis=-1, keepdims=True) - mean * mean)
     return x - mean, jax.lax.rsqrt(variance + epsilon)
@@ -224,8 +227,8 @@ class Attention(nn.Module):
         c = self.config
         number_format = c.number_format
         dtype = number_format.array
-        # The projection is sliced because q, k and v are
-        # not computed for the same tokens.
+        # one kernel, as in timm, but two products: queries may be of fewer tokens than
+        # keys and values
         kernel, bias = self._parameters(dense(3 * c.width, number_format, "qkv"), x)
         q = self._project(x[:, :queries], kernel[:, : c.width], bias[: c.width])
         kv_kernel = kernel[:, c.width :]
@@ -237,6 +240,7 @@ class Attention(nn.Module):
             kv = kv.at[..., c.width :].add(update.astype(kv.dtype))
         q = q.astype(dtype)
         kv = kv.astype(dtype)
+        # prompts are keys and values alone: their outputs would be dropped (`Injection`)
         if prompt is not None:
             prompt_kv = self._project(prompt, kv_kernel, kv_bias)
             kv = jnp.concatenate([kv, for_each_image(prompt_kv, len(x)).astype(dtype)], axis=1)
@@ -247,6 +251,7 @@ class Attention(nn.Module):
             q = _norm(c, "q_norm", dtype)(q)
             k = _norm(c, "k_norm", dtype)(k)
         if angle is not None:
+            # the keys of prompts stand behind those of x, and have no place in the image
             tokens = x.shape[1]
             rotated = rotate(k[:, :, :tokens], angle).astype(dtype)
             q = rotate(q, angle[..., :queries, :]).astype(dtype)
@@ -260,7 +265,7 @@ class Attention(nn.Module):
             chip = c.kernel.chip if by_itself() or not c.kernel.single_device else "none"
             attended = attention(q, k, v, chip, number_format)
         else:
-            # prompts and prefixes follow the tokens, and all are read
+            # prompts and prefixes stand behind the tokens, and every query reads them
             mask = jnp.pad(mask, [(0, 0), (0, 0), (0, k.shape[2] - mask.shape[2])], constant_values=True)
             attended = masked_attention(q, k, v, mask, number_format)
         return dense(c.width, number_format, "proj")(rearrange(attended, "b h n d -> b n (h d)"))
@@ -323,7 +328,8 @@ def _activation(c: ViTConfig) -> Callable[[Array], Array]:
         return _quick_gelu
     if c.activation == "gelu_tanh":
         return _gelu_tanh
-    # XLA for TPUs keeps the result of erf in memory, and recomputes that of erfc
+    # for the backward pass XLA for TPUs stores the result of erf, but recomputes that
+    # of erfc
     if c.dtype == "bfloat16" and c.kernel.chip == "tpu":
         return _gelu_erfc
     return _gelu
@@ -402,9 +408,10 @@ class Block(nn.Module):
         dtype = c.number_format.array
         norm1 = self._norm_before("norm1")
         norm2 = self._norm_before("norm2")
+        # prompts join the block's input, so they pass its first norm as tokens do
         if prompt is not None:
             prompt = norm1(prompt)
-        # sums are float32; the residual stream has the compute type
+        # added in float32 and stored in the compute type: under bfloat16 half the memory
         attended = Attention(c, name="attn")(norm1(x), prompt, prefix, lora, queries, angle, mask)
         x = (x[:, :queries] + self._scaled("ls1", attended)).astype(dtype)
         if c.post_norm:
@@ -612,7 +619,7 @@ def attention_inputs(
         norm = params[f"block_{block:02d}"].get("norm1")
         if norm is None:
             return x
-        # another epsilon of a checkpoint is next to 0 as well
+        # a checkpoint may have another epsilon, which is as small beside the variance
         return layer_norm(x, norm["scale"], norm["bias"], ViTConfig.epsilon)
 
     x = jnp.stack([normalised(block, name) for block, name in enumerate(inputs)])
