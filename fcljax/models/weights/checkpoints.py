@@ -40,8 +40,8 @@ from fcljax.models.weights.torch_zip import check_unpacked, read_torch_zip, tens
 # MoCo's authors name their files .pth.tar
 TORCH = (".pth", ".pt", ".bin", ".ckpt", ".th", ".tar")
 SUFFIXES = (".safetensors", ".npz", ".msgpack", *TORCH)
-# Files of weights in a folder or a repository of the
-# hub; the first one that exists is read.
+# Files of weights in a folder or a repository of the hub. The first that exists is
+# read, and safetensors come first because they can hold no code.
 USUAL_FILES = ("model.safetensors", "pytorch_model.bin")
 # indices of a network in several files
 INDICES = tuple(f"{name}.index.json" for name in USUAL_FILES)
@@ -68,8 +68,8 @@ _TYPES = {
     "BOOL": np.bool_,
 }
 
-# Names in the pickles of state dicts, optimisers and
-# numpy scalars; none has an effect outside.
+# Names in the pickles of state dicts, optimisers and numpy's scalars. Calling any of them
+# only makes an object.
 _HARMLESS = re.compile(
     r"collections\.(OrderedDict|Counter)|argparse\.Namespace|_codecs\.encode"
     r"|numpy\.(dtype|_?core\.multiarray\.scalar|dtypes\.\w+DType)"
@@ -162,8 +162,9 @@ def imports(stream: io.BufferedIOBase) -> list[str]:
       ValueError: if the stream is no pickle.
     """
     names: list[str] = []
-    # what opcodes have pushed so far, None for anything
-    # but text: STACK_GLOBAL takes the last two
+    # The texts that opcodes have pushed, None for anything else: STACK_GLOBAL names
+    # what it imports by the last two. Without running the pickle a text may be hidden,
+    # hence the "?".
     stack: list[str | None] = []
     memo: dict[int, str | None] = {}
     # pyrefly: ignore[bad-argument-type]  # a stream of bytes will do
@@ -202,8 +203,10 @@ def _kind(path: Path) -> str:
     """
     with path.open("rb") as stream:
         start = stream.read(512)
-    if start[8:9] == b"{":  # behind the length of the header
+    # safetensors begin with the length of a JSON header, in 8 bytes
+    if start[8:9] == b"{":
         return ".safetensors"
+    # a zip: torch's and numpy's have entries of other kinds
     if start.startswith(b"PK"):
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
@@ -212,7 +215,7 @@ def _kind(path: Path) -> str:
         if any(name.endswith(".npy") for name in names):
             return ".npz"
         return ".pth"
-    # a pickle; the empty map of msgpack holds no weights
+    # a pickle's first opcode; it is also msgpack's empty map, which holds no weights
     if start.startswith(b"\x80"):
         return ".pth"
     if start[257:262] == b"ustar":
@@ -220,7 +223,7 @@ def _kind(path: Path) -> str:
     for beginning, what in _OTHER_KINDS.items():
         if start.lstrip().startswith(beginning):
             raise ValueError(f"it is {what}")
-    # a map of msgpack
+    # msgpack's maps: of 1 to 15 entries, or with their number in 2 or 4 bytes
     if start[:1] and (0x81 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):
         return ".msgpack"
     if path.suffix in SUFFIXES:
@@ -341,7 +344,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    # safe_open checks the header: sizes, offsets, no gaps
+    # for its checks of the header: sizes, offsets, no gaps. The arrays below are views of
+    # the mapped file, of bfloat16 too.
     with safetensors.safe_open(path, "np") as file:
         metadata = file.metadata() or {}
     data = np.memmap(path, np.uint8, mode="r")
@@ -400,7 +404,7 @@ def _read_legacy(path: Path) -> dict[str, np.ndarray]:
     import torch
 
     with warnings.catch_warnings(), torch.serialization.safe_globals(_safe_globals()):
-        # old files make torch warn about its own storages
+        # torch warns about its own old storages
         warnings.simplefilter("ignore")
         content = torch.load(path, map_location="cpu", weights_only=True)
     return {name: _numpy(name, tensor) for name, tensor in tensors_in("", content, torch.Tensor)}
@@ -409,7 +413,7 @@ def _read_legacy(path: Path) -> dict[str, np.ndarray]:
 def _zip_imports(path: Path) -> list[str]:
     with zipfile.ZipFile(path) as archive:
         check_members(archive, ZIP_LIMIT)
-        # a bomb that unpacks to a thousand times its size
+        # before the pickles are read: a bomb unpacks to a thousand times its size, and
         # would take a thousand times as long to check
         check_unpacked(archive, path.stat().st_size)
         pickles = [name for name in archive.namelist() if name.endswith(".pkl")]
@@ -483,7 +487,7 @@ def _read_hub(spec: str) -> Checkpoint:
         raise InputError(
             f"checkpoint: {spec!r} has suffix {PurePosixPath(name).suffix!r}; valid: {', '.join(SUFFIXES)}"
         )
-    # a repository of the hub is a folder: the first usual file counts
+    # as in a folder, the first usual file counts
     candidates = WEIGHT_FILES
     if name:
         candidates = (name,)
@@ -517,7 +521,8 @@ def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path 
     from huggingface_hub import constants
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    # read again here, because the library reads them at import only
+    # The library reads these variables when it is imported, so a change since would be
+    # ignored.
     endpoint = os.environ.get("HF_ENDPOINT") or None
     cache = Path(os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE)
     cached = huggingface_hub.try_to_load_from_cache(repository, name, cache, revision)
@@ -534,12 +539,14 @@ def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path 
                 f"checkpoint: cannot reach the hub for {name!r} of {spec!r}, and the cache does not have it"
             ) from None
         return None
+    # anything: the library's transport raises other errors in every version
     except Exception as error:
-        # what the transport raises differs from version to version of the library
         _remove(_cached_paths(cache, repository) - paths_before)
         raise InputError(
             f"checkpoint: cannot get {name!r} of {spec!r} from the hub: {reason(error)}"
         ) from None
+    # A snapshot's file is a link to a blob. Large files' blobs are called by their sha256;
+    # those of small ones by git's sha1, which is not compared.
     blob = path
     if path.is_symlink():
         blob = Path(os.path.abspath(path.parent / os.readlink(path)))
@@ -564,6 +571,7 @@ def _remove(paths: set[Path]) -> None:
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
     folders = paths | {parent for path in paths for parent in list(path.parents)[:3]}
-    for folder in sorted(folders, reverse=True):  # children first
-        with contextlib.suppress(OSError):  # not empty, or already gone
+    # in reverse order children come before their parents; rmdir refuses what is not empty
+    for folder in sorted(folders, reverse=True):
+        with contextlib.suppress(OSError):
             folder.rmdir()

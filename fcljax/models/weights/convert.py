@@ -71,15 +71,15 @@ def convert(
     Raises:
       InputError: as `load_backbone`, and if the target cannot be written or exists.
     """
-    # checked before a large file is read
+    # before a file of gigabytes is read
     path = _target(source, target)
     file = checkpoints.read_checkpoint(source)
     if options.text or finding.only_text(file.tensors):
         return _convert_text(file, path, options)
     network = find_network(file, options.part)
     if network.family.reader != "vit":
-        # the same errors as in a run, for a file that is broken as well
-        load_convnet(file, network, None, None, "float32", "auto")  # raises if a run would
+        # first the errors of a run: a broken file would not be read as it is
+        load_convnet(file, network, None, None, "float32", "auto")
         raise InputError(
             f"checkpoint: {source!r} holds a convolutional network, which is read as it is: "
             f"`fcljax run METHOD --checkpoint {source}`"
@@ -128,7 +128,7 @@ def _target(source: str, target: str | None) -> Path:
     path = Path(target)
     if path.suffix != ".safetensors":
         raise InputError(f"target: {str(path)!r} must end in .safetensors")
-    # never replaced: the file may be the only copy
+    # never replaced, since it may be the only copy of somebody's weights
     if path.exists() or path.is_symlink():
         raise InputError(f"target: {str(path)!r} exists; give another name")
     if not path.parent.is_dir():

@@ -81,7 +81,8 @@ def _rename(tensors: Tensors) -> Tensors:
     renamed = {}
     for name, x in tensors.items():
         if spellings is _TORCHVISION and (match := re.match(r"features\.([1-9])\.(\d+)\.", name)):
-            # stages have odd numbers, downsampling before the next stage even ones
+            # torchvision's `features`: 1, 3, 5, 7 are stages, 2, 4, 6 the downsampling
+            # between
             number = int(match[1])
             module = "downsample"
             if number % 2:
@@ -89,7 +90,7 @@ def _rename(tensors: Tensors) -> Tensors:
             name = f"stages.{number // 2}.{module}.{match[2]}.{name[match.end() :]}"
         for pattern, replacement in spellings:
             name = re.sub(pattern, replacement, name)
-        # torchvision's are [C, 1, 1]
+        # torchvision's scales are [C, 1, 1]
         renamed[name] = x.reshape(-1) if name.endswith("gamma") else x
     return renamed
 
@@ -133,7 +134,7 @@ def _timm_shape(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...
         return shape
     if len(shape) == 3:  # depthwise
         return shape[2], 1, shape[0], shape[1]
-    # our products of squares of pixels are timm's convolutions
+    # timm has convolutions of side x side where we have products of squares of pixels
     side = 0
     if path[0] == "stem":
         side = round((shape[0] / 3) ** 0.5)

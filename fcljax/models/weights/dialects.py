@@ -157,12 +157,14 @@ DIALECTS = {
     "google": Dialect(),
     "fcljax": Dialect(),
 }
-# prefixes of the names of MoCo v3's two networks
+# Prefixes of the names of MoCo v3's two networks. Names are timm's, but its small ViT has
+# other heads (`naming._usual_heads`).
 MOCO_V3 = ("base_encoder", "momentum_encoder")
 _LEFT_OUT = re.compile(
     r"(embeddings\.)?mask_token|(.*\.)?position_ids|rope_embed(dings)?\.(periods|inv_freq)"
 )
-# patches per side of its authors' images; computed positions have no size of their own
+# DINOv3's positions are computed, and show no image size: that of its authors, in patches
+# per side, is assumed
 DINOV3_GRID = 16
 
 
@@ -180,6 +182,7 @@ def from_flax(tensors: Tensors) -> Tensors:
 
     Google's ViTs, big_vision's, and files that flax has not written stay as they are.
     """
+    # flax joins names with slashes; Google's ViTs are recognised by their `embedding`
     kernels = [name for name in tensors if name.endswith("/kernel")]
     if not kernels or any(re.search(r"(^|/)embedding/kernel$", name) for name in kernels):
         return tensors
@@ -216,7 +219,8 @@ def translate(tensors: Tensors, family: str = "timm") -> Translated:
         return Translated(_add_missing(_fuse_qkv(tensors)), dialect)
     left_out = tuple(name for name in tensors if _LEFT_OUT.fullmatch(name))
     tensors = {_rename(name, dialect.names): x for name, x in tensors.items() if name not in left_out}
-    # CLIP stores the class token as [width] and positions as [tokens, width]
+    # CLIP has the class token [width] and positions [tokens, width], timm [1, tokens,
+    # width]
     if family in ("CLIP", "CLIP of transformers") and "cls_token" in tensors:
         width = tensors["cls_token"].size
         tensors["cls_token"] = tensors["cls_token"].reshape(1, 1, -1)
@@ -279,7 +283,7 @@ def _complete_dinov3(tensors: Tensors) -> Tensors:
         raise InputError("checkpoint: it has both DINOv3's names and pos_embed, which DINOv3 does not have")
     completed = dict(tensors)
     for name, x in tensors.items():
-        # its zeros mask the biases of keys
+        # DINOv3 trains a bias of keys and multiplies it by this mask's zeros
         if name.endswith("attn.qkv.bias_mask"):
             bias = completed.get(name.removesuffix("_mask"))
             if bias is not None and bias.shape == x.shape:

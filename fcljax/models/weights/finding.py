@@ -34,7 +34,8 @@ class Family(NamedTuple):
     reader: Reader = "vit"
 
 
-# A network is of the first family whose anchor, needs and lacks fit.
+# A network is of the first family whose anchor, needs and lacks fit, so special names
+# come before those of families that share their tensors: CLIP of timm before timm.
 FAMILIES = (
     Family(
         "DINOv3 of transformers", r"embeddings\.patch_embeddings\.weight", (r"embeddings\.register_tokens",)
@@ -101,8 +102,8 @@ _NOT_READ = {
 }
 
 ROLES = ("teacher", "student")
-# Of two networks that differ in one part of their prefix, the one that its authors use
-# -> the other one.
+# Of two networks that differ in one part of their prefix: the one that its authors
+# evaluate -> its averaged copy.
 _PAIRS = {"encoder_q": "encoder_k", "base_encoder": "momentum_encoder"}
 _AVERAGED = re.compile(r"(?:(.*)_)?ema(?:_.*)?")
 _OPTIMISER = re.compile(r"opt_states?|optimizer_states?|mu|nu|exp_avg(_sq)?|param_states")
@@ -161,7 +162,7 @@ def find(tensors: Tensors, part: str, text: bool = False) -> NetworkInFile:
     if not prefixes:
         raise InputError(_no_network(tensors, [family.name for family in families.values()], text))
     prefix = _choose_prefix(prefixes, part)
-    # a network may lie inside another: the prefix "" contains all names of the file
+    # of a network inside another one: every name begins with the prefix ""
     nested = tuple(other for other in families if other != prefix and other.startswith(prefix))
     network: Tensors = {}
     remaining: Tensors = {}
@@ -171,6 +172,7 @@ def find(tensors: Tensors, part: str, text: bool = False) -> NetworkInFile:
         else:
             remaining[name] = x
     left_out = []
+    # a head or a decoder of module.backbone is often at module.head
     parent = re.sub(r"[^./]+[./]$", "", prefix)
     for name, x in remaining.items():
         short = name.removeprefix(parent)
@@ -246,7 +248,8 @@ def _all_components(prefixes: Iterable[str]) -> set[str]:
 def _choose_prefix(prefixes: list[str], part: str) -> str:
     """Return the prefix of the network that `part` or a rule chooses."""
     candidates = _of_part(prefixes, part)
-    # each rule drops networks, unless it would drop all
+    # In this order: states of an optimiser, averaged copies, second networks of pairs.
+    # A rule that would drop all networks drops none.
     rules: tuple[Callable[[str], bool], ...] = (_is_optimiser, _is_averaged, _is_second(candidates))
     for rule in rules:
         preferred = [prefix for prefix in candidates if not rule(prefix)]
@@ -273,7 +276,7 @@ def _of_part(prefixes: list[str], part: str) -> list[str]:
     roles = [role for role in ROLES if role in parts]
     if part in ROLES and roles:
         raise InputError(f"part: the checkpoint has no {part}; choose {roles[0]!r}")
-    # the default, which means nothing for a file without teacher and student
+    # "teacher" is the default of `part`, and asks for nothing in a file without roles
     if part == ROLES[0]:
         return prefixes
     if part in ROLES:

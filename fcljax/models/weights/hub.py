@@ -28,14 +28,16 @@ from fcljax.models.weights.checkpoints import SIDECARS, SUFFIXES, TOKENIZER
 from fcljax.options import whole_number
 
 HUB = "https://huggingface.co"
+# safetensors first: they can hold no code
 FILES = ("model.safetensors", "pytorch_model.bin")
-SIDECAR_BYTES = 1 << 26  # a tokenizer has a few MiB
+SIDECAR_BYTES = 1 << 26  # most bytes of a JSON file; a tokenizer has a few MiB
 TIMEOUT = 60.0  # seconds without an answer
 
 
 def is_hub_name(name: str) -> bool:
     """Check whether a name is timm's (ARCHITECTURE.TAG) or the hub's (OWNER/NAME)."""
-    if name.startswith((".", "/")) or name.endswith(SUFFIXES):  # a file
+    # the path of a file could look like either
+    if name.startswith((".", "/")) or name.endswith(SUFFIXES):
         return False
     return bool(re.fullmatch(r"[\w-]+\.[\w.-]+|[\w.-]+/[\w.-]+", name))
 
@@ -57,7 +59,7 @@ def find_weights(name: str, data_dir: str | Path | None = None) -> Path:
     Raises:
       InputError: if no cache has it, with the command that downloads it.
     """
-    # fcljax's own cache first, then that of the hub's libraries
+    # its own cache first: there `get_weights` has compared the file with its checksum
     for folder in (_cache_folder(name, data_dir), _hub_snapshot(name)):
         for file in FILES:
             if folder is not None and (folder / file).is_file():
@@ -104,7 +106,7 @@ def get_weights(
             f"weights: {name!r} is not a name on the hub; expected ARCHITECTURE.TAG, as timm has them, or "
             "OWNER/NAME"
         )
-    # find_weights raises if no cache has the file; then the network is needed
+    # it raises if no cache has the file, which is then downloaded below
     with contextlib.suppress(InputError):
         cached = find_weights(name, data_dir)
         return Fetched(cached, sha256(cached), cached.stat().st_size)
@@ -112,7 +114,6 @@ def get_weights(
     check_folder(folder, "data_dir")
     base = f"{os.environ.get('HF_ENDPOINT') or HUB}/{repository(name)}/resolve/main"
     archive = next((archive for file in FILES if (archive := _archive(f"{base}/{file}", name))), None)
-    # safetensors first: a torch file is read without its code, but is larger
     if archive is None:
         raise InputError(f"weights: {name!r} has no file {' or '.join(FILES)} on the hub")
     folder.mkdir(parents=True, exist_ok=True)
@@ -128,14 +129,14 @@ def get_weights(
 
 
 def _archive(url: str, name: str) -> Archive | None:
-    # HEAD: the hub answers with the checksum before a redirection to its store
     """Ask the hub for the size and the checksum of a file; None without the file."""
+    # a HEAD request, which the hub answers itself, before it redirects to its store
     with _open(urllib.request.Request(url, method="HEAD"), name) as answer:
         if answer is None:
             return None
         headers = answer.headers
-        # of large files the linked ETag is the sha256;
-        # the ETag is that of the redirection
+        # for large files the linked ETag is the sha256, and the ETag one of the
+        # redirection
         tag = (headers.get("X-Linked-Etag") or headers.get("ETag") or "").strip('W/"')
         size = whole_number(headers.get("X-Linked-Size") or headers.get("Content-Length") or "")
         if not re.fullmatch("[0-9a-f]{64}", tag) or size is None:

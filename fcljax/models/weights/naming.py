@@ -106,8 +106,8 @@ def _modules(
     fc2: str,
 ) -> dict[str, tuple[str, ...]]:
     in_file = {"norm1": norm1, "attn.qkv": qkv, "attn.proj": proj, "norm2": norm2, "fc1": fc1, "fc2": fc2}
-    # families with them have other names, which are translated first
-    optional = {name: (name,) for name in OPTIONAL_MODULES}  # `dialects` has renamed them
+    # under our names in all files: `dialects` has renamed them
+    optional = {name: (name,) for name in OPTIONAL_MODULES}
     return {name: tuple(modules.split()) for name, modules in in_file.items()} | optional
 
 
@@ -194,13 +194,14 @@ def name_tensors(network: finding.NetworkInFile) -> NamedViT:
     family = network.family.name
     translated = translate(network.tensors, family)
     mapping = {"transformers": "huggingface", "big_vision": "google"}.get(family, family)
+    # `translate` has brought all other families to timm's names
     if mapping not in {naming.mapping for naming in ENCODERS}:
-        # a file of our own has our layouts and nothing to rename
-        mapping = "timm"  # `translate` has renamed all other families
+        mapping = "timm"
     naming = _best_naming(ENCODERS, mapping, translated.tensors)
     dialect = translated.dialect
     if _is_moco(network.prefix):
         dialect = dialect._replace(pixels="imagenet")
+    # a file of our own holds one network, without other content
     if naming.layout == "ours":
         return NamedViT(naming, translated.tensors, network.prefix, dialect, network.left_out)
     # wrappers of pMAE's decoder stand before MAE's own names
@@ -266,7 +267,6 @@ def interpret(network: NamedViT, name: str | None, facts: TensorFacts) -> Interp
     if _has_decoder(tensors):
         decoder_parts = _decoder(network, config, facts)
     if decoder_parts:
-        # encoder and decoder are checked together: a tensor of neither is an error
         file_shapes |= _file_shapes(decoder_parts[2])
     check_tensors(tensors, file_shapes, name or _describe(config))
     params = _build(tensors, recipes)
@@ -279,7 +279,9 @@ def interpret(network: NamedViT, name: str | None, facts: TensorFacts) -> Interp
 
     wrappers = finding.components(network.prefix)
     content = any(finding.is_left_out(network.left_out, label) for label in _TRAINING_CONTENT)
-    # files of training runs hold more than a network
+    # A file with more than a network comes from a training in torch, whose images are
+    # usually normalised by ImageNet's constants; published networks hold their weights
+    # alone.
     training = bool(decoder or content or _TRAINING_WRAPPERS.intersection(wrappers))
     return Interpreted(
         config,
@@ -324,7 +326,7 @@ def interpret_decoder(
     # pixels = 3 patch^2
     patch = math.isqrt((_outputs(naming, tensors) or 3) // 3)
     width = _length(tensors, _leaf(naming, naming.embed, "kernel"), 0, 1)
-    # heads, MLP and depth of the encoder do not matter for its decoder
+    # of the encoder a decoder knows width and patches alone; the other sizes are any
     encoder = ViTConfig(_grid(naming, tensors) * patch, patch, width, heads=1)
     network = NamedViT(ENCODERS[0], tensors, "", Dialect(), ())
     config, assumptions, recipes = _decoder(network, encoder, facts)
@@ -369,7 +371,7 @@ def _is_of_network(naming: Naming, tensors: Tensors) -> Callable[[str], bool]:
     # a head behind pre_logits does not read the class token
     pre_logits = any(name.startswith(("pre_logits.", "pre_logits/")) for name in tensors)
     of_network: set[str] = set()
-    # both leaves or none: a bias alone belongs to something else
+    # weight and bias: one alone belongs to something else
     if head <= set(tensors) and not pre_logits:
         of_network |= head
     if _has_decoder(tensors):
@@ -388,8 +390,8 @@ def _with_biases(naming: Naming, tensors: Tensors) -> Tensors:
         for name, x in tensors.items()
         if (match := kernel.fullmatch(name))
     }
-    # any bias present: the file has them all, or is broken, which the check of shapes
-    # says
+    # with any bias the file has them all, or the check of shapes reports those that it
+    # lacks
     if not biases.keys().isdisjoint(tensors):
         return tensors
     return tensors | {name: np.zeros(shape, np.float32) for name, shape in biases.items()}
@@ -411,7 +413,7 @@ def _has_decoder(tensors: Tensors) -> bool:
 
 def _refuse_other_networks(naming: Naming, tensors: Tensors) -> None:
     """Refuse networks that would load, or nearly, but compute something else."""
-    # a distilled network's class token alone computes something else
+    # DeiT's distilled networks average the predictions from two tokens
     distilled = r"dist_token|head_dist|(embeddings\.)?distillation_token|distillation_classifier"
     if any(re.match(distilled, key) for key in tensors):
         raise InputError(
@@ -536,7 +538,7 @@ def _registers(naming: Naming) -> str:
 def _patches(naming: Naming, tensors: Tensors) -> tuple[int, int]:
     """Return the side of the patches and the width, from the patch embedding."""
     shape = tensors[_leaf(naming, naming.embed, "kernel")].shape
-    # 0 x 0 until the layout is known: the comparison below then fails
+    # 0 for a shape that fits no layout: the comparison below then fails
     side = width = 0
     if naming.layout == "ours" and len(shape) == 2:
         width = shape[1]

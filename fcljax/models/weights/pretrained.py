@@ -61,8 +61,10 @@ ASSET_DIGESTS = {
 VARIANTS = ("layer_scale", "registers", "qk_norm", "pre_norm", "post_norm", "activation", "rotary_base")
 
 _SAFETENSORS_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+# modules of matrix products, whose parameters are stored in the compute type
 _MATRICES = {"patch", "qkv", "proj", "fc1", "fc2", "embed", "predict"}
-# in file names: networks whose authors trained with ImageNet's constants
+# Words in file names of networks whose authors normalised images by ImageNet's
+# constants; no tensor tells.
 _IMAGENET_NAMES = ("dino", "ibot", "deit", "mae")
 
 
@@ -207,7 +209,7 @@ def load_backbone(
     if file is None or network is None:
         file = checkpoints.read_checkpoint(packaged(name))
         network = find_network(file, options.part)
-    # from here on the network is a ViT
+    # convolutional networks have returned above
     loaded = load_vit(file, network, name, image_size, options)
     stored = "float32" if options.trains else array_type(dtype)
     decoder = _decoder_in_file(loaded)
@@ -347,7 +349,7 @@ def _packaged_decoder(name: str | None, image_size: int | None) -> str | None:
     if name not in PACKAGED_DECODERS or image_size not in (None, VITS[name].image_size):
         return None
     file = resources.files("fcljax") / "assets" / PACKAGED_DECODERS[name]
-    # missing while `fcljax pretrain-decoder` makes it anew
+    # `fcljax pretrain-decoder` may be making it anew
     return str(file) if file.is_file() else None
 
 
@@ -623,8 +625,8 @@ def _resize_decoder(
 ) -> PyTree:
     """Recompute sin-cos positions; interpolate any others."""
     position = params["pos"]
-    # the tolerance is for positions in half precision, which rounds them by up to 2e-3
-    # (bfloat16)
+    # computed positions that were stored in bfloat16, which rounds them by up to 2e-3,
+    # are recognised too
     if config.width % 4 == 0 and np.allclose(
         position, sincos_positions(config.grid, config.width), atol=5e-3
     ):
@@ -669,7 +671,7 @@ def to_device(tree: PyTree, dtype: str) -> PyTree:
 
     def store(path, x):
         matrix = any(getattr(part, "key", "") in _MATRICES for part in path)
-        # numpy casts, because JAX would compile a program for each shape
+        # cast by numpy: jax would compile a program for each shape
         return jax.device_put(np.array(x, jnp.dtype(dtype if matrix else "float32")))
 
     return jax.tree_util.tree_map_with_path(store, tree)
@@ -692,7 +694,8 @@ def _load_decoder(
     """Load the decoder of another file at the encoder's image size, and notes."""
     try:
         file, decoder, notes = _read_decoder(encoder, source, heads)
-    except InputError as error:  # readers of files name the option `checkpoint`
+    # readers of files name the option `checkpoint`, but the user gave --decoder
+    except InputError as error:
         raise InputError(f"decoder: {str(error).removeprefix('checkpoint: ')}") from None
     vit = encoder.network.config
     config = decoder.config
@@ -724,9 +727,9 @@ def _read_decoder(
         network = find_network(file, WeightOptions().part)
         try:
             loaded = load_vit(file, network, None, None, WeightOptions(decoder_heads=heads))
+        # If its encoder's heads are not known, any number will do: they change no
+        # shape, and only the decoder is used. Other errors come again.
         except InputError:
-            # the file's encoder is not used, and its heads change no shape: any number
-            # will do
             any_heads = encoder.network.config.heads
             loaded = load_vit(file, network, None, None, WeightOptions(any_heads, heads))
         decoder = _decoder_in_file(loaded)
@@ -736,8 +739,8 @@ def _read_decoder(
     facts = sidecars.read_facts(file, None, 0)
     tensor_facts = _merge_facts(None, heads, facts.tensors)
     config, params, notes = naming.interpret_decoder(file.tensors, tensor_facts)
+    # fcljax writes the epsilon into its files; no tensor shows it
     epsilon = sidecars.object_of(file, "decoder").get("epsilon", config.epsilon)
-    # a decoder's file of fcljax states its epsilon
     config = dataclasses.replace(config, epsilon=sidecars.checked_epsilon(file, epsilon))
     if facts.pixels is None:
         notes = [*notes, "the decoder's file does not tell its pixel constants: the encoder's are assumed"]

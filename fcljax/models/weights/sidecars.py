@@ -63,7 +63,8 @@ def read_facts(file: Checkpoint, sizes: ViTSizes | None, width: int) -> NetworkF
         raise InputError(
             f"checkpoint: {file.source!r} has format {file_format!r}, and this version reads {FORMAT!r}"
         )
-    # `fcljax convert` or a training wrote it, with all facts
+    # Written by `fcljax convert` or by a training here: its metadata have all facts,
+    # and the files beside it are not asked.
     if file_format == FORMAT:
         config = object_of(file, "config")
         activation = config.get("activation")
@@ -73,7 +74,7 @@ def read_facts(file: Checkpoint, sizes: ViTSizes | None, width: int) -> NetworkF
         keys = ("heads", "rotary_base", "epsilon")
         return _checked_facts(file, config, keys, decoder_heads, activation, _metadata_pixels(file), [])
     expected = {"width": width} if sizes is None else sizes._asdict()
-    # a folder can contain the configs of another checkpoint
+    # the config.json of a download folder may be another network's, of another size
     config, notes = _if_of_network("config.json", _vision(file.config), file.config, expected)
     # a preprocessor beside the config of another network belongs to that network
     preprocessor = {}
@@ -220,6 +221,11 @@ def checked_epsilon(file: Checkpoint, value: object) -> float:
 
 
 def positive_integer(file: Checkpoint, what: str, value: object) -> int | None:
+    """Return a number that a file states; None if it states none.
+
+    Raises:
+      InputError: if it is no whole number from 1.
+    """
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -60,6 +60,7 @@ def float32(name: str, x: np.ndarray) -> np.ndarray:
     """
     if not (np.issubdtype(x.dtype, np.floating) or x.dtype == ml_dtypes.bfloat16):
         raise InputError(f"checkpoint: {name} holds {x.dtype}, and weights are floating-point numbers")
+    # a float64 beyond float32 becomes infinite, which is reported below
     with np.errstate(over="ignore"):
         x = np.asarray(x, np.float32)
     if not np.isfinite(x).all():

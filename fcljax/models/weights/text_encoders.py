@@ -183,9 +183,11 @@ def _facts(network: finding.NetworkInFile, file: Checkpoint) -> TextFacts:
     epsilon = config.get("layer_norm_eps", _EPSILON[architecture.clip])
     facts = TextFacts(heads, activation, sidecars.checked_epsilon(file, epsilon))
     if architecture.clip:
-        # of its first checkpoints, whose config says 2, the end token has the highest id
+        # transformers' first CLIP configs say 2, whatever the vocabulary is: there the end
+        # token is the one with the highest id
         end = config.get("eos_token_id", 49407)
         return facts._replace(pooling="end", causal=True, end=None if end == 2 else end)
+    # RoBERTa counts positions from the id of padding, so the first ones are never read
     if architecture.after_padding:
         padding = config.get("pad_token_id", 1)
         facts = facts._replace(skipped=(padding if isinstance(padding, int) else 1) + 1)
@@ -264,7 +266,7 @@ def _timm_name(name: str) -> str:
     block = re.fullmatch(r"block_(\d+)\.(.+)", module)
     if block is None:
         return f"{module}.{leaf}"
-    # timm has post-norm blocks under the same names
+    # timm has the norms of post-norm blocks under the names of pre-norm ones
     (inner,) = naming.TIMM[block[2].removeprefix("post_")]
     return f"blocks.{int(block[1])}.{inner}.{leaf}"
 

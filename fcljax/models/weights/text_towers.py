@@ -159,7 +159,8 @@ def _tokenized(text: PretrainedText, prompts: Sequence[str]) -> dict[str, np.nda
             f"class_prompts: no tokenizer.json beside the weights in {str(text.tokenizer)!r}; put that of "
             "their repository there"
         )
-    # one more than the tower reads, so that longer prompts are seen
+    # one token more than the tower reads, by which `class_texts` sees a prompt that is
+    # too long
     tokens = tokenize(prompts, text.tokenizer, text.config.length + 1)
     longest = tokens["mask"].sum(axis=1).max()
     tokens = {key: x[:, :longest] for key, x in tokens.items()}

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-# of nested dicts
+# entries and levels of nested dicts: pickled dicts that contain each other many times
+# over take a few bytes, and would never be walked to the end
 MOST_NODES = 100_000
 MOST_DEPTH = 32
-# most unpacked bytes per byte of a file; torch packs nothing, but tensors may share a
-# storage
+# Most unpacked bytes per byte of a file. torch compresses nothing, but several tensors
+# may be views of one storage.
 MOST_UNPACKED = 16
 
 # torch's names of types -> numpy's; other types are refused
@@ -94,10 +95,8 @@ class _Type(NamedTuple):
     dtype: np.dtype
 
 
-# the stand-ins of torch's functions; their other arguments are gradients, hooks and
-# states
-
-
+# Stand-ins of torch's functions. The arguments that they ignore are gradients, hooks and
+# states.
 def _tensor(
     storage: object,
     offset: Any,
@@ -160,7 +159,8 @@ def _table() -> dict[str, object]:
 NAMES = _table()
 
 
-# the unpickler in Python, whose opcodes can be overridden
+# pickle's unpickler in Python: that in C does not let BUILD be overridden, which sets
+# states
 class _Reader(pickle._Unpickler):
     """Builds tensors and plain containers, and refuses any other name."""
 
@@ -195,8 +195,8 @@ class _Reader(pickle._Unpickler):
 def _load(content: bytes) -> object:
     try:
         return _Reader(io.BytesIO(content)).load()
+    # a damaged pickle calls the stand-ins with arguments that make no sense
     except (TypeError, AttributeError, AssertionError) as error:
-        # calls that make no sense
         raise ValueError(f"its pickle cannot be decoded: {error}") from error
 
 
@@ -246,6 +246,7 @@ def _array(storage: bytes, tensor: Tensor) -> np.ndarray:
     data = np.frombuffer(storage, tensor.storage.dtype)
     last_index = tensor.offset
     last_index += sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
+    # as_strided checks nothing: beyond the storage it would read other memory
     if 0 not in tensor.shape and last_index >= len(data):
         raise ValueError(f"storage {tensor.storage.member} is shorter than a tensor in it")
     if math.prod(tensor.shape) > len(data):
@@ -269,7 +270,7 @@ def tensors_in(
     Raises:
       ValueError: for dicts too deep or with too many entries.
     """
-    # The limits stop a few dicts that contain each other many times over.
+    # a stack of our own: Python's would overflow before the limit of levels is reported
     stack = [(prefix, content, 0)]
     nodes = 0
     while stack:
@@ -280,7 +281,7 @@ def tensors_in(
         if isinstance(value, tensor):
             yield name, value
         elif isinstance(value, dict):
-            # popped in the dict's order
+            # reversed, so that they are popped in the dict's order
             for key, child in reversed(value.items()):
                 if isinstance(key, str) and key != "optimizer":
                     stack.append((f"{name}{separator}{key}" if name else key, child, depth + 1))

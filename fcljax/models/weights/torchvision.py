@@ -118,7 +118,7 @@ def _rename(tensors: Tensors) -> Tensors:
 
 def _architecture(tensors: Tensors) -> ResNetConfig | DenseNetConfig:
     """Return the shape that names and kernels show, at the image size of its stem."""
-    # only DenseNets have the prefix "features."
+    # of these two, only DenseNets have the prefix "features."
     dense = any(name.startswith("features.") for name in tensors)
     kernel = tensors.get("features.conv0.weight" if dense else "conv1.weight")
     if kernel is None or kernel.ndim != 4 or kernel.shape[2] not in _STEMS:
@@ -133,6 +133,7 @@ def _architecture(tensors: Tensors) -> ResNetConfig | DenseNetConfig:
         stages = _count_blocks(tensors, r"layer(\d+)\.(\d+)\.")
         return ResNetConfig(size, stages, channels, stem, bottleneck=bottleneck)
     layers = _count_blocks(tensors, r"features\.denseblock(\d+)\.denselayer(\d+)\.")
+    # a missing kernel is reported by the check of all shapes
     last_kernel = tensors.get("features.denseblock1.denselayer1.conv2.weight")
     growth = 32
     if last_kernel is not None:
