@@ -1,5 +1,8 @@
-"""The adapters by name: what a method may train inside a network. The table is written
-out; the code of an adapter is loaded when it is asked for."""
+"""The adapters by name: what a method may train inside a network.
+
+The table is text, so that `fcljax list` imports no adapter: the code is loaded by
+`find_adapter`.
+"""
 
 from typing import Any, NamedTuple
 
@@ -23,7 +26,7 @@ class AdapterEntry(NamedTuple):
 
     @property
     def options(self) -> type:
-        """The dataclass of the adapter's options."""
+        """Return the dataclass of the adapter's options."""
         return type(self.presets["intended"])
 
 
@@ -75,6 +78,7 @@ def find_adapter(name: str) -> AdapterEntry:
     """
     entry = ADAPTERS[choose("adapter", name, ADAPTERS)]
     presets = load("fcljax.adapters", entry.presets)
+    # an adapter without readings of a paper has only a dataclass of options
     if isinstance(presets, type):
         presets = {"intended": presets()}
     return entry._replace(presets=presets, build=load("fcljax.adapters", entry.build))

@@ -24,7 +24,7 @@ from fcljax.options import option
 from fcljax.parts.learner import Adapter
 from fcljax.types import Network, Sizes, Task
 
-EPSILON = 1e-12  # least length of a vector
+EPSILON = 1e-12  # least length of a vector that is a divisor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +55,10 @@ PRESETS = {
 
 
 class Components(NamedTuple):
-    # a row for every task at a fixed shape: components of later tasks wait as drawn
     """Prompts, keys and attention vectors of n components of each task.
 
-    The trainable ones are those of the current task, without the axis of tasks.
+    The shape is fixed: components of later tasks have their initial values. The trainable
+    ones are those of the current task, without the axis of tasks.
     """
 
     prompt: Float[Array, "*tasks blocks n length width"]
@@ -88,8 +88,7 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
     task_components = options.coda_components // sizes.tasks
 
     def init(key: PRNGKeyArray, _frozen) -> Components:
-        # normal draws for each task, which Gram-Schmidt
-        # makes orthogonal when the task begins
+        # Gram-Schmidt makes a task's draws orthogonal when the task begins (`open_task`)
         shape = (sizes.tasks, options.coda_blocks, task_components)
         prompt_key, key_key, attention_key = jax.random.split(key, 3)
         return Components(
@@ -104,14 +103,15 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
 
     def cached(params: Components) -> Cached:
         if slots.whole:
-            # clients that receive all components need no cache of earlier ones
+            # all components are part of the payload
             return ()
         return params
 
     def all_components(
         cached: Cached, trainable: Components, task: Task, constant: bool = True
     ) -> Components:
-        params = trainable  # where clients send all of them
+        # the trainable parameters are those of all tasks where clients send all of them
+        params = trainable
         if isinstance(cached, Components) and not slots.whole:
             params = cached
         return with_current(params, slots.counted(trainable, task), task, constant)
@@ -124,7 +124,7 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
     def inject(
         cached: Cached, trainable: Components, query: Array, task: Task, train: bool, _mask: Array
     ) -> Injection:
-        # in the release a server that trains trains all of its components
+        # in the release a server that trains moves the components of earlier tasks too
         return prefix_injection(prompt(cached, trainable, query, task, constant=train))
 
     def loss(
@@ -178,7 +178,7 @@ def combined(
     params: Components, query: Float[Array, "batch width"], task: Task
 ) -> Float[Array, "batch blocks length width"]:
     """Return sum_k cos(q * A_k, K_k) P_k over the components of the tasks seen so far."""
-    # tasks and components are separate axes, so that later tasks count 0 at a fixed shape
+    # weights of later tasks are 0: a slice up to the task would have no fixed shape
     seen = (jnp.arange(len(params.key)) <= task.index)[:, None, None]
     weight = jnp.where(seen, matches(params, query), 0.0)
     return exact_einsum("btmk,tmkld->bmld", weight, params.prompt)
@@ -187,7 +187,7 @@ def combined(
 def matches(params: Components, query: Float[Array, "batch width"]) -> Float[Array, "batch *tasks blocks n"]:
     """Return the weight cos(q * A_k, K_k) of each component for each image."""
     axes = tuple(range(1, params.key.ndim))
-    # the query is attended per component before it is normalised (CODA, eq. 4)
+    # the product comes first, then the scaling to length 1 (CODA-Prompt, eq. 4)
     attended = unit(jnp.expand_dims(query, axes) * params.attention, EPSILON)
     return jnp.sum(attended * unit(params.key, EPSILON), axis=-1)
 
@@ -201,6 +201,7 @@ def orthogonal_start(
     and is scaled to length 1.
     """
     tasks, blocks, n = rows.shape[:3]
+    # one matrix [tasks * n, width] per block, with the tasks in their order
     matrices = jnp.moveaxis(rows.reshape(tasks, blocks, n, -1), 1, 0)
     matrices = matrices.reshape(blocks, tasks * n, -1)
 
@@ -238,6 +239,5 @@ def distance_from_orthonormal(
     matrices = jnp.moveaxis(rows, 1, 0).reshape(blocks, tasks * n, -1)
     seen = jnp.repeat(jnp.arange(tasks) <= task, n)
     difference = exact_einsum("bnd,bmd->bnm", matrices, matrices) - jnp.eye(tasks * n)
-    # divided by the square of the number of seen rows:
-    # the penalty does not grow with tasks
+    # a mean over the entries of seen rows, so that the penalty does not grow with the tasks
     return jnp.sum(difference**2, where=seen[:, None] & seen) / jnp.sum(seen) ** 2

@@ -4,9 +4,8 @@
 The shared prefixes (G) are in the first two blocks, those of tasks (E) in the three after
 them. Training uses the current task's E. Evaluation, and a server that trains, use the E
 whose key is nearest to the image, as in the paper; in the release the one that is nearest
-to most images of the batch, where padding has no vote. A client that received the current
-task's E alone uses it also where it reads its examples as in evaluation, to choose
-exemplars for example.
+to most images of the batch. Padding has no vote. A client that receives only the current
+task's E also uses it in passes in evaluation mode, such as the choice of exemplars.
 """
 
 import dataclasses
@@ -68,7 +67,7 @@ PRESETS = {
 }
 
 
-# options by which predictions depend on the batch
+# options that make predictions depend on the other images of a batch
 BATCHWISE = ("dual_eval_batchwise", "dual_reshape_bug")
 
 
@@ -106,7 +105,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
     def open_task(params: DualPrompts, task: Task) -> DualPrompts:
         prefixes = params.task_prefix
         previous = prefixes[jnp.maximum(task.index - 1, 0)]
-        # a task's prefix starts as the previous one; its key never does
+        # only the prefix is copied: with the same key the two tasks could not be told apart
         is_copied = (task.index > 0) & (task.index < first_without_transfer)
         start = jnp.where(is_copied, previous, prefixes[task.index])
         return params._replace(task_prefix=prefixes.at[task.index].set(start))
@@ -115,7 +114,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
         cached: Cached, trainable: DualPrompts, query: Array, task: Task, train: bool, mask: Array
     ) -> Float[Array, "batch blocks 2 length width"]:
         """Return a task's prefix for each image."""
-        # with only the current task's prefix there is nothing to choose
+        # a client that receives the current task's prefix alone has nothing to choose from
         has_all_tasks = slots.whole or isinstance(cached, DualPrompts)
         if train or not has_all_tasks:
             current = slots.counted(trainable, task).task_prefix
@@ -191,7 +190,8 @@ def mixed_up(
     follows the batch's examples and takes no part in it.
     """
     examples = jnp.sum(mask)
-    # position of half h (0: key, 1: value) of an image in the list
+    # image i reads entries 2 i and 2 i + 1 of a list whose first half are all keys: for
+    # the first half of the images both are keys, for the others both are values
     position = 2 * jnp.arange(len(prefix))[:, None] + jnp.arange(2)
     half, image = jnp.divmod(position, jnp.maximum(examples, 1))
     mixed = prefix[image.clip(0, len(prefix) - 1), half.clip(0, 1)]

@@ -24,9 +24,10 @@ def full(options: FullOptions, _sizes: Sizes, network: Network) -> Adapter:
 
     def init(_key: PRNGKeyArray, frozen: Frozen) -> PyTree:
         weights = frozen.network
-        if network.split:  # running statistics do not train
+        # running statistics are `Params.stats`: no gradient moves them
+        if network.split:
             weights, _ = network.split(frozen.network)
-        # a step of 1e-5 would be lost in bfloat16
+        # steps of 1e-5 would be lost in weights of bfloat16
         return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
 
     def network_of(trainable: PyTree) -> PyTree:

@@ -2,11 +2,11 @@
 et al., CVPR 2022), as in pMAE's release.
 
 The prompts stand between class token and patches, all with the class token's position
-embedding; the classifier reads the mean of their outputs. An image chooses the prompts
-with the nearest keys by itself, as in the paper, or with its batch, as in the release:
-each image votes for its nearest keys, and all images get the prompts with the most votes.
-By default batches vote in training alone, so that a prediction does not depend on the
-images beside it. Padding has no vote. A server that trains chooses as in evaluation.
+embedding; the classifier reads the mean of their outputs. In the paper each image gets
+the prompts with the nearest keys. In the release each image votes for its nearest keys,
+and all images of a batch get the prompts with the most votes. By default batches vote
+only in training, so that a prediction does not depend on the other images of a batch.
+Padding has no vote. A server that trains chooses as in evaluation.
 """
 
 import dataclasses
@@ -74,7 +74,6 @@ def l2p(options: L2POptions, _sizes: Sizes, network: Network) -> Adapter:
 
     def choose(trainable: KeyedPrompts, query: Array, train: bool, mask: Array) -> Int[Array, "batch top_k"]:
         batchwise = options.l2p_eval_batchwise
-        # only training has neighbours that a prediction must not depend on
         if train:
             batchwise = options.l2p_train_batchwise
         score = cosine(query, trainable.key)
@@ -89,7 +88,7 @@ def l2p(options: L2POptions, _sizes: Sizes, network: Network) -> Adapter:
     def prompt(
         _cached, trainable: KeyedPrompts, query: Array, _task: Task
     ) -> Float[Array, "batch tokens width"]:
-        # queries are latents that a server drew
+        # for servers that distil prompts: their latents have no padding
         no_padding = jnp.ones(len(query), bool)
         return tokens(trainable, query, False, no_padding)
 
@@ -101,7 +100,7 @@ def l2p(options: L2POptions, _sizes: Sizes, network: Network) -> Adapter:
     def loss(
         _cached: tuple, trainable: KeyedPrompts, query: Array, _task: Task, mask: Array
     ) -> Float[Array, ""]:
-        # training's choice, which is the one that the keys learn from
+        # the same choice as in `inject`, whose prompts this step trains
         index = choose(trainable, query, True, mask)
         similarity = key_similarity(trainable.key, query, index, mask)
         return -options.l2p_key_weight * similarity
@@ -145,12 +144,10 @@ def choose_prompts(
     """
     nearest = jax.lax.top_k(score, count)[1]
     if not batchwise:
-        # top_k of scores has no tie worth a rule; votes
-        # are small integers and often tie
         return nearest
     ballots = jax.nn.one_hot(nearest, score.shape[1]) * mask[:, None, None]
     votes = jnp.sum(ballots, axis=(0, 1))
-    # top_k prefers the lower index, which is the rule for equal votes
+    # votes are small integers and often tie: `top_k` then takes the lower index
     return jnp.broadcast_to(jax.lax.top_k(votes, count)[1], nearest.shape)
 
 

@@ -41,12 +41,13 @@ def init_pairs(
     Returns:
       A [tasks, blocks, rank, width] and B [tasks, blocks, width, rank] for queries and values.
     """
-    # torch's uniform draw of a linear layer, as in the release
+    # torch's uniform draw of a linear layer with `width` inputs, as in the release
     bound = width**-0.5
     shape = (tasks, blocks, rank, width)
 
     def draw(key: PRNGKeyArray) -> Array:
         if init == "gaussian":
+            # a uniform draw in +-b has standard deviation b / sqrt(3)
             return bound / 3**0.5 * jax.random.normal(key, shape)
         return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
 
@@ -71,8 +72,8 @@ def summed(
     task: ArrayLike,
     rule: LoraRule,
 ) -> Lora:
-    """Return the one pair that stands for tasks 0 to t, of which task t's alone gets a
-    gradient.
+    """Return one pair that acts like the pairs of tasks 0 to t together. Only that of task
+    t gets a gradient.
 
     Args:
       pairs: leaves [tasks, blocks, ...]; may be () for the rule "current".
@@ -88,11 +89,9 @@ def summed(
     """
     if rule == "current":
         return current
-    # earlier pairs are constants, later ones 0
     slots: Lora = jax.tree.map(lambda old, new: _up_to(old, new, task), pairs, current)
     if rule == "products":
-        # side by side along the rank, [B_0, B_1, ..]
-        # [A_0; A_1; ..] is the sum of products
+        # side by side along the rank: [B_0, B_1, ..] [A_0; A_1; ..] = sum_i B_i A_i
         return Lora(
             a_q=rearrange(slots.a_q, "t m r d -> m (t r) d"),
             b_q=rearrange(slots.b_q, "t m d r -> m d (t r)"),
@@ -115,7 +114,7 @@ def _up_to(
 ) -> Float[Array, "tasks *rest"]:
     """Return a leaf with the current task's values, constant earlier ones and 0 for later
     tasks."""
-    # [tasks] against leaves [tasks, ...]
+    # [tasks, 1, ...], which broadcasts against the leaf
     index = jnp.arange(old.shape[0]).reshape(-1, *[1] * current.ndim)
     earlier = jnp.where(index < task, jax.lax.stop_gradient(old), 0.0)
     return jnp.where(index == task, current, earlier)
@@ -178,7 +177,8 @@ def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
         if one_pair:
             return ()
         if options.local_lora == "current":
-            # earlier pairs do not act in the network; an orthogonality loss reads only their A
+            # earlier pairs do not act in a client's network, but an orthogonality loss reads
+            # their A
             # pyrefly: ignore[bad-argument-type]  # None is what clients do not need
             return params._replace(b_q=None, b_v=None)
         return params

@@ -1,6 +1,6 @@
-"""A weighted pool of prefix prompts (HePCo, section 4.1): an image's prompt is the sum
-of all prompts of the pool, each times the cosine of its key and the image's
-un-prompted features.
+"""A weighted pool of prefix prompts (HePCo, section 4.1): an image's prompt is the sum of
+all prompts of the pool, each times the cosine of its key and the image's feature without
+prompts.
 
 The sum has no softmax and no top k: weights may be negative. Half of a prompt becomes
 keys of its block's attention and half values; they bypass the block's projection
@@ -70,6 +70,7 @@ def pool(options: PoolOptions, _sizes: Sizes, network: Network) -> Adapter:
         return prefix_injection(weighted_prompts(trainable, query))
 
     def mixture(_cached, trainable: Pool, query: Array, _task: Task) -> Mixture:
+        # a group per block, whose basis are the block's prompts as vectors
         basis = trainable.prompt.reshape(*trainable.prompt.shape[:2], -1)
         return Mixture(jnp.moveaxis(weights(trainable, query), 0, 1), basis)
 
@@ -83,6 +84,7 @@ def weights(
     """Return cos(q, K_lm) of each prompt m, for each block l."""
     query = unit(query, eps=1e-12)
     keys = unit(pool.key, eps=1e-12)
+    # block by block, as in `weighted_prompts`
     return jax.lax.map(lambda key: exact_matmul(query, key.T), keys)
 
 
@@ -92,8 +94,8 @@ def weighted_prompts(
     """Return rho_l(q) = sum_m cos(q, K_lm) P_lm (HePCo, section 4.1)."""
     blocks, size, length, _ = pool.prompt.shape
     basis = pool.prompt.reshape(blocks, size, -1)
-    # one matrix product per block: on a CPU five of them take a fifth of the time of a
-    # batched one, and a loop compiles it once
+    # a loop over blocks: on a CPU five matrix products take a fifth of the time of a
+    # batched one, and the loop's is compiled once
     prompts = jax.lax.map(lambda block: exact_matmul(*block), (weights(pool, query), basis))
     return rearrange(prompts, "l b (t d) -> b l t d", t=length)
 
@@ -112,8 +114,8 @@ def check_even(field: str, length: int) -> None:
 
 def prefix_injection(prompt: Float[Array, "batch blocks length width"]) -> Injection:
     """Return the injection with half of each block's tokens as keys, half as values."""
-    # the gradient of `unstack` joins those of the
-    # parts; that of indexing adds padded arrays
+    # `unstack` and not indexing: its gradient stacks the parts', where that of each index
+    # is an array padded to the full size
     blocks = jnp.unstack(rearrange(prompt, "b l (two n) d -> l two b n d", two=2))
     prefixes = [Prefix(*jnp.unstack(keys_and_values)) for keys_and_values in blocks]
     return Injection(prefix=dict(enumerate(prefixes)))

@@ -1,4 +1,4 @@
-"""Task prompts that a gate on the un-prompted features fuses for each image (FPPL,
+"""Task prompts that a gate on the features without prompts fuses for each image (FPPL,
 section III-B; release `prompt.py`, `linears.py`).
 """
 
@@ -62,6 +62,7 @@ def gate_weights(
         score = gate.sigma * score
     score = mask_logits(score, seen)
     if not soft:
+        # argmax has no gradient, so the gate does not train
         return jax.nn.one_hot(jnp.argmax(score, axis=-1), score.shape[-1])
     return jax.nn.softmax(score)
 
@@ -78,8 +79,8 @@ def fuse(
     """
     is_current = (jnp.arange(prompts.shape[0]) == task)[:, None, None, None]
     prompts = jnp.where(is_current, current, jax.lax.stop_gradient(prompts))
-    # block by block: in the gradient of all at once a CPU
-    # writes each image's prompts four times
+    # block by block: on a CPU the gradient of all at once writes each image's prompts four
+    # times
     fused = [exact_einsum("tld,bt->bld", prompts[:, block], weights) for block in range(prompts.shape[1])]
     return jnp.stack(fused, axis=1)
 
@@ -127,9 +128,7 @@ class Prompts(NamedTuple):
 
 
 class CachedPrompts(NamedTuple):
-    """The prompts of all tasks, as clients cache them.
-
-    The gate trains and is received."""
+    """The prompts of all tasks, as clients cache them. The gate is part of the payload."""
 
     prompt: Float[Array, "tasks blocks length width"]
 
@@ -162,6 +161,7 @@ def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
         return Prompts(prompt, gate)
 
     def cached(params: Prompts) -> Cached:
+        # prompts of all tasks are part of the payload
         if slots.whole:
             return ()
         return CachedPrompts(params.prompt)
@@ -169,7 +169,8 @@ def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
     def prompt(cached: Cached, trainable: Prompts, query: Array, task: Task) -> Array:
         seen = jnp.arange(sizes.tasks) <= task.index
         weights = gate_weights(trainable.gate, query, seen, not options.wo_fusion)
-        all_prompts = trainable  # where clients send all of them
+        # the trainable prompts are those of all tasks where clients send all of them
+        all_prompts = trainable
         if isinstance(cached, Prompts | CachedPrompts) and not slots.whole:
             all_prompts = cached
         current = slots.counted(trainable, task).prompt
@@ -196,5 +197,6 @@ def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
 
 def _transfer(params: Prompts, task: Task) -> Prompts:
     """Start p_t from p_{t-1} (prompt transfer)."""
+    # in the first task index 0 copies itself
     previous = params.prompt[jnp.maximum(task.index - 1, 0)]
     return params._replace(prompt=params.prompt.at[task.index].set(previous))

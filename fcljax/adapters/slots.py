@@ -13,7 +13,8 @@ class Slots(NamedTuple):
     """Fields whose leaves have an axis of tasks in front; the others train in all
     tasks."""
     whole: bool = False
-    """Whether clients send all slots, as some releases do, or the current one."""
+    """Whether clients send the slots of all tasks, as some releases do, or the current
+    one."""
 
     def current(self, params: Any, task: Task) -> Any:
         """Return the current task's slots, without the axis of tasks."""
@@ -36,6 +37,7 @@ class Slots(NamedTuple):
         """Return the parameters of all tasks after training."""
         if self.whole:
             return trainable
+        # fields without slots train in every task, so their new values replace the old ones
         merged = {
             field: getattr(params, field).at[task.index].set(getattr(trainable, field))
             for field in self.fields
@@ -43,5 +45,5 @@ class Slots(NamedTuple):
         return trainable._replace(**merged)
 
     def lasting(self, trainable: Any) -> Any:
-        """Return the parameters that train in all tasks, with () for fields with slots."""
+        """Return the parameters that all tasks share, with () for fields with slots."""
         return trainable._replace(**dict.fromkeys(self.fields, ()))

@@ -42,6 +42,7 @@ def vpt(options: VPTOptions, _sizes: Sizes, network: Network) -> Adapter:
     def init(key: PRNGKeyArray, _frozen) -> Prompts:
         return jax.random.uniform(key, shape, minval=-1.0, maxval=1.0)
 
+    # [1, ...] broadcasts over the batch: all images get the same prompts
     def inject(_cached, trainable: Prompts, _query, _task: Task, _train: bool, _mask: Array) -> Injection:
         return prompt_injection(trainable[None])
 

@@ -47,7 +47,7 @@ class Regression(NamedTuple):
     """The parameters of the classifier."""
 
     inner: PyTree
-    """Always (): no classifier trains."""
+    """() always: no classifier trains (`parts.classifiers.computed`)."""
     weights: Float[Array, "D C"]
     """W; 0 for classes without examples so far."""
 
@@ -71,7 +71,7 @@ def _predict(params: Regression, feature: Array, _task: Task) -> Array:
 
 
 def recursive_least_squares(width: int, classes: int, ridge: float, longest: Longest) -> ServerRule:
-    """Update W by the moments of each task; the state is R^-1, initially gamma I.
+    """Update W by the sums of each task; the state is R^-1, initially gamma I.
 
     Args:
       width: D.
@@ -84,12 +84,15 @@ def recursive_least_squares(width: int, classes: int, ridge: float, longest: Lon
         return ridge * jnp.eye(width)
 
     def update(round: ServerRound, params: Params, inverse_r: Float[Array, "D D"]) -> ServerUpdate:
+        # sums of all clients: R depends only on their sum, so the order of clients does not
+        # matter
         gram, cross, _ = round.reports["moments"]
         inverse_r, weights = recursion(inverse_r, params.classifier.weights, gram, cross)
         classifier = params.classifier._replace(weights=weights)
         return ServerUpdate(params._replace(classifier=classifier), inverse_r)
 
     report = moments_report(width, classes, _features, longest)
+    # once per task, before its first round, since nothing trains
     return ServerRule("least_squares", update, init, reports=(report,), when="task_start")
 
 
@@ -112,5 +115,7 @@ def recursion(
       cross: Q.
     """
     inverse_r = inverse_r + gram
+    # R comes from a solve, so errors of bfloat16 would be amplified by its condition
     error = cross - jnp.dot(gram, weights, precision=jax.lax.Precision.HIGHEST)
+    # no further ridge: gamma is in R^-1 since the start
     return inverse_r, weights + solve_definite(inverse_r, error, 0.0)

@@ -1,8 +1,8 @@
 """C2Prompt: class-aware client knowledge interaction (Xu et al., NeurIPS 2025, arXiv
 2509.19674).
 
-    before a task   clients send the sums of their frozen features and of their squares by
-                    class, from which follow the moments of each class over all clients:
+    before a task   clients send sums of their frozen features and of the squared features by
+                    class, which give mean and variance of each class over all clients:
                       mu_i = sum_k p_ki mu_ki
                       sigma_i^2 = sum_k p_ki (mu_ki^2 + sigma_ki^2) - mu_i^2
     client, once    trains a compensation prompt c_i of each of its classes i: tokens beside
@@ -46,7 +46,7 @@ from fcljax.types import ClientContext, Method, Task, View
 
 MOMENTS = "moments"
 AFFINITY = "affinity"
-# least variance of a feature in a class, which may have a single example
+# least variance of a feature in a class: with a single example it would be 0
 LEAST_VARIANCE = 1e-4
 INITIAL_STD = 0.02  # standard deviation of a compensation prompt's initial values
 
@@ -84,9 +84,9 @@ def c2prompt(options: C2PromptOptions, run: Run) -> Method:
     """Compose C2Prompt."""
     client_rules: list[ClientRule] = []
     server_rules: list[ServerRule] = []
-    share = 0.0  # of the cross-entropy on compensated images
+    # part of L_ce on images beside their compensation prompt; 1 - share is on plain images
+    share = 0.0
     if not options.wo_lcdc:
-        # share and 1 - share weight the two parts of the cross-entropy
         share = options.compensation_share
         client_rules.append(compensate(options, run, cross_entropy_loss(weight=share)))
         server_rules.append(global_moments(run))
@@ -117,8 +117,8 @@ def global_moments(run: Run) -> ServerRule:
         return reports.no_moments(classes, width)
 
     def add(step: ClientStep, total: ClassMoments) -> ClassMoments:
-        # the frozen network's features, which no adapter changes, so that moments stay
-        # valid in all rounds
+        # the frozen network's features: no adapter changes them, so the moments hold in all
+        # rounds of the task
         feature = step.output.query
         batch = step.batch
         assert feature is not None
@@ -155,7 +155,7 @@ class Compensation(NamedTuple):
 
 
 class Compensating(NamedTuple):
-    """A client in a round."""
+    """A client's compensation prompts in a round."""
 
     prompt: Float[Array, "Ct length width"]
     optimiser: PyTree
@@ -175,14 +175,12 @@ def compensate(options: C2PromptOptions, run: Run, loss: Loss) -> ClientRule:
       loss: of images beside their prompts, times its share.
     """
     shape = (run.sizes.task_classes, options.compensation_length, run.network.width)
-    # the compensation prompts are not part of the adapter, and have their own learning
-    # rate
+    # the run's optimiser gives a direction; these prompts have a learning rate of their own
     optimiser = optax.chain(run.training.optimiser, optax.scale(-options.compensation_lr))
 
     def init(_key: PRNGKeyArray, _trainable: Params) -> Compensation:
         return Compensation(jnp.zeros(shape), jnp.int32(-1))
 
-    # all clients start from the same prompts
     def start(
         context: ClientContext,
         state: Compensation,
@@ -200,7 +198,7 @@ def compensate(options: C2PromptOptions, run: Run, loss: Loss) -> ClientRule:
             update, state = optimiser.update(gradient, memory.optimiser, memory.prompt)
             return Compensating(optax.tree.add(memory.prompt, update), state, memory.trains)
 
-        # later rounds play the pass too, whose length is fixed, but it changes nothing
+        # the program is the same in all rounds, so later ones play the pass without effect
         return jax.lax.cond(memory.trains, train, lambda: memory)
 
     def value(step: ClientStep, memory: Compensating) -> Float[Array, ""]:
@@ -246,15 +244,15 @@ def misfit(step: ClientStep, prompt: Float[Array, "Ct length width"]) -> Float[A
     network = step.learner.network
     context = step.context
     mask = step.batch.mask
-    # without the adapter: mu and sigma are moments of the same f (LCDC)
+    # without the adapter, since mu and sigma are moments of the frozen network's features
     injection = Injection(tokens=tokens_of(step, prompt))
     features, _ = network.apply(context.frozen.network, step.batch.input, injection, True, mask)
     moments: ClassMoments = context.payload.sent[MOMENTS]
     mean, variance = reports.normal_of(moments)
     index = class_index(step)
-    # the least variance bounds the weight of a channel that is constant in a class
+    # a channel that is constant in a class would have an infinite weight
     distance = (features.cls - mean[index]) ** 2 / jnp.maximum(variance[index], LEAST_VARIANCE)
-    # a class without examples in the reports has no moments
+    # a class whose clients' uploads were all rejected has no moments
     counts = mask & (moments.examples[index] > 0)
     total = heads.masked_sum(jnp.sum(distance, axis=1) / 2, counts)
     return total / jnp.maximum(jnp.sum(counts), 1)
@@ -283,7 +281,7 @@ def compensated_logits(
 
 
 def keep_wrong_classes(weight: float, temperature: float) -> ClientRule:
-    """Add beta L_kd from a task's second round on, when a model knows the classes."""
+    """Add beta L_kd from a task's second round on: before, no model knows the classes."""
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         context = step.context
@@ -313,7 +311,8 @@ def not_true_distance(
 
 
 def affinity(run: Run) -> Report:
-    """Report H: how well components match classes, summed over training examples."""
+    """Report H: the cosine of each component and query, summed over the examples of each
+    class."""
 
     def init(context: ClientContext) -> Float[Array, "blocks N Ct"]:
         components = run.adapter.counted(context.payload.trainable.adapter, context.task)
@@ -340,7 +339,8 @@ def possible_affinity(
     reported: Float[Array, "blocks N Ct"],
 ) -> Bool[Array, ""]:
     """Check that these can be sums of cosines, one for each example."""
-    most = context.client.examples * (1 + 1e-3)  # up to rounding
+    # each example adds a cosine to one class, up to rounding
+    most = context.client.examples * (1 + 1e-3)
     return jnp.all(jnp.sum(jnp.abs(reported), axis=-1) <= most)
 
 
@@ -357,7 +357,7 @@ def mix_by_affinity(options: C2PromptOptions, run: Run) -> ServerRule:
         )
         mixed = jax.tree.map(lambda leaf: mixed_by(weights, leaf, round.valid), components)
         adapter: Components = with_current(params.adapter, mixed, round.task, constant=False)
-        # without a valid upload the components stay as they were
+        # without a valid upload W would mix zeros
         any_upload = jnp.any(round.valid)
         adapter = jax.tree.map(lambda new, old: jnp.where(any_upload, new, old), adapter, params.adapter)
         return ServerUpdate(params._replace(adapter=adapter), state)
@@ -371,12 +371,13 @@ def mixing_weights(
     valid: Bool[Array, " clients"],
     temperature: float,
 ) -> Float[Array, "blocks N all_components"]:
-    """Return how much of all clients' components each component of the server gets.
+    """Return the weights with which the server mixes all clients' components into each of
+    its own.
 
     W = softmax(H H^T / tau); then the rows of W that belong to the same component of
-    different clients are averaged by the clients' weights. The rows of H have length 1,
-    as in Powder's release, so that they say which classes a component matches and not how
-    many examples the client has.
+    different clients are averaged by the clients' weights. The rows of H are scaled to
+    length 1, as in Powder's release: which classes a component matches counts, and not
+    how many examples the client has.
 
     Args:
       affinity: H of each client.
@@ -385,6 +386,7 @@ def mixing_weights(
       temperature: tau.
     """
     clients, _, count, _ = affinity.shape
+    # invalid uploads may be NaN; their columns get no weight below
     affinity = jnp.where(valid[:, None, None, None], affinity, 0.0)
     rows = rearrange(heads.unit(affinity), "k m n c -> m (k n) c")
     logits = exact_einsum("mrc,msc->mrs", rows, rows) / temperature

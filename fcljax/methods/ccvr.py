@@ -54,9 +54,8 @@ class CCVROptions:
     """Learning rate of the calibration; its cosine schedule ends at 0."""
 
 
-PRESETS = with_mini(
-    {"intended": Preset(CCVROptions(), adapters=(LoraOptions(lora_pairs="one"),))}, lora_lr=1e-3
-)
+_LORA = LoraOptions(lora_pairs="one")
+PRESETS = with_mini({"intended": Preset(CCVROptions(), adapters=(_LORA,))}, lora_lr=1e-3)
 
 
 def ccvr(options: CCVROptions, run: Run) -> Method:
@@ -76,6 +75,7 @@ def calibration(options: CCVROptions, run: Run) -> ServerRule:
     def update(round: ServerRound, params: Params, gaussians: Gaussians) -> ServerUpdate:
         gaussians = merge_gaussians(gaussians, round.reports["statistics"], round.task)
 
+        # no class without features to draw may compete
         def logits(head: Head, feature: Array) -> Array:
             return mask_logits(apply_head(head, feature), gaussians.present)
 

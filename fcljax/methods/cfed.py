@@ -5,7 +5,7 @@ Every client has unlabelled images of a surrogate data set.
 
     learners    train on the task by cross-entropy
     reviewers   (a share of the clients, from the second task on) do not learn the task: they
-                distil the model that it began with on their shard of the surrogate images
+                distil the task's first model on their shard of the surrogate images
     server      averages both; optionally it distils the clients' models into the average on
                 surrogate images
 
@@ -80,7 +80,7 @@ def cfed(options: CFeDOptions, run: Run) -> Method:
 
 
 def roles(share: float, clients: int) -> ServerRule:
-    """Draw the clients that review in the next round, and send who they are.
+    """Draw the reviewers of the next round, and send a mask of them.
 
     Args:
       share: of the clients; no client reviews in the first task.
@@ -94,6 +94,7 @@ def roles(share: float, clients: int) -> ServerRule:
     def update(round: ServerRound, params: Params, _reviews: Bool[Array, " K"]) -> ServerUpdate:
         return ServerUpdate(params, jax.random.permutation(round.key, clients) < count)
 
+    # the first task has no old classes to review
     def sends(task: Task, reviews: Bool[Array, " K"]) -> Bool[Array, " K"]:
         return reviews & (task.index > 0)
 
@@ -105,12 +106,11 @@ def roles(share: float, clients: int) -> ServerRule:
 
 def learn_or_review(options: CFeDOptions, clients: int) -> ClientRule:
     """Add the whole loss: a learner's cross-entropy, or a reviewer's distillation."""
-    # the paper does not say which classes compete, so it is an option
     learn = cross_entropy_loss(options.local_classes)
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         context = step.context
-        # `cond` computes only one of them where clients train one by one
+        # `cond` computes only one of the two, unless clients are batched by vmap
         return jax.lax.cond(
             context.payload.sent["roles"][context.client.id],
             lambda: options.distill_weight * review(step, clients, options.distill_temperature),
@@ -127,7 +127,7 @@ def review(step: ClientStep, clients: int, temperature: float) -> Float[Array, "
     """
     image = surrogate(step.context.frozen)
     start, end = shard(step.context.client.id, clients, len(image))
-    # drawn anew in each step: a reviewer's shard is larger than its data
+    # drawn anew in each step, as a shard has more images than the round has steps
     index = jax.random.randint(step.key, step.batch.mask.shape, start, end)
     return task_start.distil_start(step, image[index] / 255, temperature)
 
@@ -180,10 +180,10 @@ def server_distillation(options: CFeDOptions) -> ServerRule:
         start_model = start.trainable._replace(extra={})
         teachers = Ensemble(
             jax.tree.map(append, client_models, start_model),
-            # the last teacher, the task's first model, counts from the second task on
+            # the task's first model comes last, and counts from the second task on
             jnp.append(round.valid, task.index > 0),
         )
-        # without an upload there is no teacher, and the model stays
+        # without an upload there is no teacher
         steps = jnp.where(jnp.any(round.valid), options.server_steps, 0)
         trainable, loss = _distil(options, round, params, teachers, steps)
         return ServerUpdate(round.learner.merge(params, task, trainable), start, {"loss": loss})
@@ -211,6 +211,7 @@ def _distil(
     """Take `steps` steps of Adam on the trainable parameters; return them and the mean loss."""
     image = surrogate(round.frozen)
     count = len(teachers.valid)
+    # each teacher judges images of its own: an equal share of the batch, rounded up
     shape = (count, -(-options.server_batch // count))
 
     def loss(trainable: Params, i: Array) -> Float[Array, ""]:
@@ -247,12 +248,11 @@ def teachers_loss(
         batch = task_start.unlabelled(learner, image / 255)
         return learner.forward(round.frozen, params, trainable, batch, task, False).logits
 
-    # one teacher after the other: their activations are not needed together
-    target = jax.lax.map(lambda one: logits(*one), (teachers.trainable, image))
-    # the student sees all teachers' images in one batch
+    # one teacher after the other, so that only one's activations are in memory
+    target = jax.lax.map(lambda teacher: logits(*teacher), (teachers.trainable, image))
     student = logits(trainable, image.reshape(-1, *image.shape[2:]))
     target = target.reshape(student.shape)
-    # a teacher that is not valid is the mean itself: finite, and masked
+    # the parameters of an invalid client are the mean's, which are finite, and masked here
     counts = jnp.repeat(teachers.valid, image.shape[1])
     loss = distillation(student, target, task.seen, counts, options.distill_temperature)
     return options.distill_weight * loss

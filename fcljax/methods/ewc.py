@@ -8,15 +8,14 @@ release (ICCV 2023).
               averages it with that of earlier tasks, and keeps the model as w*
     server    averages
 
-The penalty acts on parameters that train in every task. Those of which each task has its
-own, such as CODA-Prompt's components, are frozen when the task is over and cannot be
-lost: a new task's are free.
+The penalty acts on parameters that all tasks share. Parameters that belong to one task,
+such as CODA-Prompt's components, are frozen when the task is over and need none.
 
 The release measures F and takes w* after every local training, under the client's model
 (`fisher_measured` = round). It squares the gradient of a batch's mean loss
-(`fisher_gradients` = batches), so that the batch size decides how large F is. It
-evaluates the penalty on the global network and not on the weights that train, so that it
-has no gradient; here it acts on the latter.
+(`fisher_gradients` = batches), so F depends on the batch size. It evaluates the penalty
+on the global network and not on the weights that train, so the penalty has no gradient;
+here it acts on the weights that train.
 """
 
 import dataclasses
@@ -80,10 +79,10 @@ class Anchor(NamedTuple):
 
 
 class Measuring(NamedTuple):
-    """A client that measures a new Fisher information."""
+    """A client's sums while it measures a new Fisher information."""
 
     anchor: Anchor
-    """The one of earlier tasks."""
+    """That of earlier tasks."""
     squares: Params
     """Sums of squared gradients."""
     batches: Float[Array, ""]
@@ -107,7 +106,6 @@ def elastic(options: EWCOptions, learner: Learner, batch_size: int) -> ClientRul
       batch_size: of the pass that measures F; it does not matter unless
         `fisher_gradients` is batches.
     """
-    # the two readings differ in when a client looks, and at which classes
     every_round = options.fisher_measured == "round"
     add_squares = add_squared_gradients
     if options.fisher_gradients == "batches":
@@ -120,7 +118,7 @@ def elastic(options: EWCOptions, learner: Learner, batch_size: int) -> ClientRul
         lasting = matching(step.trainable, anchor.fisher)
         by_leaf = jax.tree.map(of_leaf, anchor.fisher, lasting, anchor.trainable)
         value = options.ewc_weight / 2 * sum(jax.tree.leaves(by_leaf), jnp.zeros(()))
-        # a client's first task has nothing to protect; its anchor is the initial model
+        # in the first task there is nothing to protect yet
         has_old_classes = jnp.any(step.context.task.old)
         return jnp.where(has_old_classes, value, 0.0)
 
@@ -128,7 +126,7 @@ def elastic(options: EWCOptions, learner: Learner, batch_size: int) -> ClientRul
         return penalty(step, measuring.anchor)
 
     def no_anchor(_key: PRNGKeyArray, trainable: Params) -> Anchor:
-        # parameters of a single task are frozen afterwards and need no penalty
+        # parameters of one task are frozen afterwards and need no penalty
         lasting = learner.lasting(trainable)
         return Anchor(lasting, jax.tree.map(jnp.zeros_like, lasting), jnp.bool_(False))
 
@@ -145,7 +143,8 @@ def elastic(options: EWCOptions, learner: Learner, batch_size: int) -> ClientRul
         anchor: Anchor,
     ) -> Anchor:
         def mean(squares: Array) -> Array:
-            # a few examples with huge gradients would freeze the model (release)
+            # bounded, as in the release: a few examples with huge gradients would freeze
+            # the model
             return jnp.minimum(squares / jnp.maximum(measuring.batches, 1), options.fisher_limit)
 
         fisher = jax.tree.map(mean, measuring.squares)
@@ -171,8 +170,8 @@ def start_measuring(
 # ---- squared gradients -----------------------------------------------------------------
 
 GRADIENT_SCALARS = 2**24
-"""Scalars of all gradients that a device holds at a time (64 MiB in float32), or one
-gradient."""
+"""Scalars of the gradients that are in memory at a time (64 MiB in float32); a single
+gradient may have more."""
 
 
 def add_squared_gradients(
@@ -187,7 +186,7 @@ def add_squared_gradients(
       measuring: the sums so far.
       classes: those that compete.
     """
-    # each example starts from zero sums, which vmap then adds up
+    # vmap gives each example sums of its own, which start at 0 and are added up below
     zero = start_measuring(step.context, measuring.anchor, step.key)
 
     def of_example(batch: Batch) -> Measuring:
@@ -203,7 +202,7 @@ def add_squared_gradients(
         count = total.batches + jnp.sum(by_example.batches)
         return Measuring(total.anchor, squares, count), None
 
-    # all gradients at once need examples x parameters scalars
+    # a microbatch of M examples needs M gradients at a time
     size = sum(leaf.size for leaf in jax.tree.leaves(step.trainable))
     batches = microbatches(step.batch, max(1, GRADIENT_SCALARS // max(1, size)))
     total, _ = jax.lax.scan(add_microbatch, measuring, batches)
@@ -230,7 +229,7 @@ def microbatches(batch: Batch, most: int) -> Batch:
         padding = [(0, pieces * size - count)] + [(0, 0)] * (leaf.ndim - 1)
         return jnp.pad(leaf, padding).reshape(pieces, size, 1, *leaf.shape[1:])
 
-    # without draws there are no keys to divide
+    # keys are for draws of the forward pass, of which evaluation has none
     return jax.tree.map(divide, batch._replace(keys=None))
 
 
@@ -254,15 +253,15 @@ def add_squared_gradient(
     def loss(trainable: Params, mask: Bool[Array, " B"]) -> Float[Array, ""]:
         return cross_entropy(step.forward(trainable).logits, batch.label, classes, mask)
 
-    # one example at a time, because the square of a mean is not the mean of squares; row
-    # n of the masks has only example n, or none if n is padding
+    # a gradient for each example, since the square of a mean is not the mean of squares.
+    # Row n of the masks has only example n, or none if n is padding
     masks = jnp.diag(batch.mask)
     gradients = jax.vmap(jax.grad(loss), (None, 0))(step.trainable, masks)
 
     def add(total: Array, gradient: Array) -> Array:
         return total + jnp.sum(gradient**2, axis=0)
 
-    # leaves of a single task have no sums
+    # without the parameters of one task, which have no sums
     lasting = matching(gradients, measuring.squares)
     squares = jax.tree.map(add, measuring.squares, lasting)
     return Measuring(measuring.anchor, squares, measuring.batches + jnp.sum(batch.mask))
@@ -274,8 +273,7 @@ def add_squared_gradient_of_batch(
     """Add the squared gradient of a batch's mean loss, as in training (release)."""
 
     def loss(trainable: Params) -> Float[Array, ""]:
-        # in training mode: with dropout and batch statistics, as the release's
-        # gradients
+        # in training mode, with the statistics of the batch, as the release's gradients
         logits = step.forward(trainable, train=True).logits
         return cross_entropy(logits, step.batch.label, classes, step.batch.mask)
 
@@ -306,8 +304,7 @@ def consolidate(
       new_rows_whole: whether rows of the classifier that were never measured take F_new
         as it is (TARGET's release).
     """
-    # a weighted mean of F over classes, since F_new is a mean over the new classes'
-    # examples
+    # F_new is a mean over examples of the new classes, so F is weighted by classes
     old_share = jnp.sum(context.task.old) / jnp.sum(context.task.seen)
     a = jnp.where(anchor.measured, old_share, 0.0)
     mixed = jax.tree.map(lambda f, new: a * f + (1 - a) * new, anchor.fisher, fisher)
@@ -317,7 +314,7 @@ def consolidate(
         mixed: Float[Array, "*rows C"],
         new: Float[Array, "*rows C"],
     ) -> Float[Array, "*rows C"]:
-        # a class whose row has F > 0 somewhere has trained
+        # only classes that have trained have an F above 0
         was_measured = jnp.any(old > 0, axis=tuple(range(old.ndim - 1)))
         return jnp.where(was_measured, mixed, new)
 

@@ -37,7 +37,7 @@ class CPromptOptions:
     """Margin by which the distance to the model at the start of the task must be larger."""
 
 
-# at the release's weights, a million times these, nothing of a new task is learned
+# mini: at the release's weights, a million times these, clients learn nothing of a new task
 PRESETS = with_mini(
     {name: preset._replace(options=CPromptOptions()) for name, preset in CLIENT.items()},
     lr=1e-2,
@@ -64,6 +64,7 @@ def contrast(near: float, far: float, margin: float) -> ClientRule:
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         context = step.context
         logits = step.output.logits
+        # the two models are constants: they are not functions of what trains
         newest = step.forward(context.payload.trainable).logits
         start = step.forward(teacher(context)).logits
         value = contrastive_loss(logits, newest, start, step.batch.mask, near, far, margin)
@@ -89,5 +90,6 @@ def contrastive_loss(
     def distance(global_logits: Float[Array, "batch C"]) -> Float[Array, " batch"]:
         return jnp.sum((logits - global_logits) ** 2, axis=-1)
 
+    # the maximum of the sum, not the sum of maxima, as in HePCo's release
     difference = near * distance(newest) - far * distance(start)
     return jnp.maximum(masked_sum(difference, mask) + margin, 0.0)

@@ -2,7 +2,7 @@
 2505.12318).
 
     client    trains one pair B, A, which all tasks share, and the classifier
-    server    averages both factors and the classifier, and adds what this misses to a
+    server    averages both factors and the classifier, and adds the error of this to a
               residual of the weights:
                   R <- R + sum_k p_k B_k A_k - (sum_k p_k B_k) (sum_k p_k A_k)
 
@@ -29,12 +29,9 @@ from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import NoOptions, Preset, with_headtune, with_mini
 from fcljax.types import ClientContext, Method, Task
 
+_LORA = LoraOptions(lora_pairs="one", lora_lr=1e-3)
 PRESETS = with_headtune(
-    with_mini(
-        {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one", lora_lr=1e-3),))},
-        lr=1e-2,
-        lora_lr=1e-3,
-    )
+    with_mini({"intended": Preset(NoOptions(), adapters=(_LORA,))}, lr=1e-2, lora_lr=1e-3)
 )
 
 
@@ -84,7 +81,7 @@ def calibrated(lora: Adapter) -> Adapter:
         return trainable._replace(pairs=lora.merge(params.pairs, task, trainable.pairs))
 
     def cached(params: Calibrated) -> PyTree:
-        # clients cache only LoRA's earlier pairs; the residual is part of the payload
+        # the residual changes in every round, so it is part of the payload
         return lora.cached(params.pairs)
 
     def counted(trainable: Calibrated, _task: Task) -> Lora:
@@ -100,7 +97,7 @@ def calibrated(lora: Adapter) -> Adapter:
     ) -> Injection:
         assert lora.inject is not None
         pairs = cached
-        # evaluation caches the parameters of all tasks
+        # in evaluation the cache is the server's parameters
         if isinstance(cached, Calibrated):
             pairs = cached.pairs
         injection: Injection = lora.inject(pairs, trainable.pairs, query, task, train, mask)
@@ -115,8 +112,10 @@ def calibrated(lora: Adapter) -> Adapter:
 
 
 def with_residual(pair: Lora, residual: Residual, block: int) -> Lora:
-    # as a pair of rank r + D, so that the network needs no second kind of update
-    """Return B A + R as a pair of rank r + D: `[B, R] [A; I]`."""
+    """Return B A + R as a pair of rank r + D: `[B, R] [A; I]`.
+
+    The network then needs no second kind of update.
+    """
     identity = jnp.eye(pair.a_q.shape[1])
     return Lora(
         jnp.concatenate([pair.a_q, identity]),
@@ -130,14 +129,14 @@ def sends_pair_alone(model: Learner) -> Learner:
     """Return the learner whose clients do not send the residual back."""
 
     def sends(trainable: Params, _task: Task) -> Params:
-        # 2 D^2 scalars per block fewer: the server knows the residual
+        # the server knows the residual, which has 2 D^2 scalars per block
         return trainable._replace(adapter=trainable.adapter.pairs)
 
     return model._replace(sends=sends)
 
 
 def put_back_residual(context: ClientContext, trainable: Params) -> Params:
-    """Put the residual back after a step: it does not train, nor decay."""
+    """Put the residual back after a step: weight decay must not change it."""
     received: Calibrated = context.payload.trainable.adapter
     adapter = trainable.adapter._replace(residual=received.residual)
     return trainable._replace(adapter=adapter)
@@ -147,18 +146,17 @@ def put_back_residual(context: ClientContext, trainable: Params) -> Params:
 
 
 def calibrate(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
-    """Merge the pairs to their mean, and add what it misses to the residual."""
+    """Merge the pairs to their mean, and add the mean's error to the residual."""
     pairs: Lora = round.reports["adapter"]
     old: Calibrated = round.learner.adapter.trainable(params.adapter, round.task)
-    # the aggregation rule averages the classifier; the pairs are averaged here, for the
-    # residual
+    # the residual needs each client's pair, so this rule averages the pairs itself
     mean: Lora = weighted_mean(pairs, round.weights, round.valid)
     difference = Residual(
         missed(pairs.a_q, pairs.b_q, mean.a_q, mean.b_q, round.weights, round.valid),
         missed(pairs.a_v, pairs.b_v, mean.a_v, mean.b_v, round.weights, round.valid),
     )
     new = Calibrated(mean, jax.tree.map(jnp.add, old.residual, difference))
-    # without a valid upload the adapter stays as it was
+    # without a valid upload the mean is 0, and the adapter must stay
     any_upload = jnp.sum(jnp.where(round.valid, round.weights, 0.0)) > 0
     merged = jax.tree.map(lambda new, old: jnp.where(any_upload, new, old), new, old)
     adapter = round.learner.adapter.merge(params.adapter, round.task, merged)
@@ -175,9 +173,9 @@ def missed(
 ) -> Float[Array, "blocks D D"]:
     """Return sum_k p_k B_k A_k - mean_b mean_a over the valid clients."""
     p = jnp.where(valid, weights, 0.0)
-    # tiny, not 0: without a valid upload all p are 0
+    # `tiny` avoids 0 / 0 without a valid upload
     p = p / jnp.maximum(jnp.sum(p), jnp.finfo(p.dtype).tiny)
-    # an invalid upload may be NaN, which a weight of 0 would not remove
+    # an invalid upload may be NaN, and 0 times NaN is NaN
     a = jnp.where(valid[:, None, None, None], a, 0.0)
     b = jnp.where(valid[:, None, None, None], b, 0.0)
     return exact_einsum("k,kmdr,kmre->mde", p, b, a) - exact_matmul(mean_b, mean_a)

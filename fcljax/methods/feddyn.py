@@ -9,10 +9,10 @@
                   -alpha sum_i n_i (w_i - x) = -alpha (sum_i n_i) (mean_i w_i - x)
               x <- mean_i w_i - h / alpha                                     (algorithm 1)
 
-Where no client moves any more, h_i is the gradient of client i's loss and h, their
-weighted mean, is 0: the model is a stationary point of all clients' loss together,
-which FedAvg's is not. Clients are weighted by their examples; the paper weighs them
-equally. A new task has a new objective, so h and h_i start anew.
+At a fixed point h_i is the gradient of client i's loss, and h, their weighted mean, is 0:
+the model is a stationary point of the sum of all clients' losses, which FedAvg's fixed
+point is not. Clients are weighted by their examples; the paper weighs them equally. A new
+task has a new objective, so h and h_i start anew.
 """
 
 import dataclasses
@@ -43,27 +43,18 @@ class FedDynOptions:
     """Weight alpha of the regularisation."""
 
 
-# at the classifier's rate LoRA diverges on a real network
-PRESETS = with_headtune(
-    with_mini(
-        {
-            "intended": Preset(
-                FedDynOptions(),
-                RunConfig(optimiser="sgd", lr=0.1),
-                (LoraOptions(lora_pairs="one", lora_lr=0.1),),
-            )
-        },
-        lora_lr=1e-2,
-    )
-)
+_RUN = RunConfig(optimiser="sgd", lr=0.1)
+_LORA = LoraOptions(lora_pairs="one", lora_lr=0.1)
+# mini: at the classifier's learning rate LoRA diverges
+PRESETS = with_headtune(with_mini({"intended": Preset(FedDynOptions(), _RUN, (_LORA,))}, lora_lr=1e-2))
 
 
 class ServerSlope(NamedTuple):
     """The server's state, from which h follows."""
 
     total: Params
-    """The sum of n_i h_i over the clients seen so far. h itself would keep the
-    denominators of earlier rounds, with fewer clients."""
+    """The sum of n_i h_i over the clients seen so far. It is divided when h is used, as
+    the number of these clients grows."""
     seen: Seen
     """These clients, with their numbers of examples."""
 
@@ -76,7 +67,7 @@ def feddyn(options: FedDynOptions, run: Run) -> Method:
 
 
 def dynamic_regularisation(weight: float, clients: int) -> tuple[ClientRule, ServerRule]:
-    """Return the two rules, for any method that averages what trains.
+    """Return the rules of clients and server, for any method that averages what trains.
 
     Args:
       weight: alpha.
@@ -84,10 +75,9 @@ def dynamic_regularisation(weight: float, clients: int) -> tuple[ClientRule, Ser
     """
 
     def loss(step: ClientStep, memory: OfTask) -> Float[Array, ""]:
-        # <h_i, w - x> in place of <h_i, w>: <h_i, x> is constant
+        # eq. 1 with <h_i, w - x> in place of <h_i, w>: the difference <h_i, x> is constant
         change = model_change(step.context, step.trainable)
         squared_norm = optax.tree.norm(change, squared=True)
-        # eq. 1: the quadratic term, and the linear one of the client's slope
         return weight / 2 * squared_norm - optax.tree.vdot(memory.params, change)
 
     def on_end(
@@ -97,8 +87,7 @@ def dynamic_regularisation(weight: float, clients: int) -> tuple[ClientRule, Ser
         _state: OfTask,
     ) -> OfTask:
         change = model_change(context, trainable)
-        # h_i - alpha (w_i - x), the gradient of client i's loss at a stationary point
-        # of eq. 1
+        # setting the gradient of eq. 1 to 0 shows that this is the gradient of L_ce at w_i
         return memory._replace(params=optax.tree.add_scale(memory.params, -weight, change))
 
     def init(_params: Params, trainable: Params) -> ServerSlope:
@@ -123,28 +112,26 @@ def corrected(
     weight: float, round: ServerRound, mean: Params, state: ServerSlope
 ) -> tuple[Params, ServerSlope]:
     """Return mean_i w_i - h / alpha and the new state of the server (algorithm 1)."""
-    # this round's participants included, since the sum has their terms
+    # with this round's participants, whose terms join the sum
     seen = with_participants(state.seen, round)
     change = optax.tree.sub(mean, without_stats(round.previous.payload.trainable))
     same_task = state.seen.task == round.task.index
-    # an invalid upload has a weight too, but no part in the mean
+    # of clients that are part of the mean
     examples = jnp.sum(jnp.where(round.valid, round.weights, 0.0))
 
     def next_total(total: Array, change: Array) -> Array:
-        # -alpha sum_i n_i (w_i - x), from the mean alone: no upload needs to be
-        # gathered
+        # -alpha sum_i n_i (w_i - x) follows from the mean: no upload needs to be gathered
         return jnp.where(same_task, total, 0.0) - weight * examples * change
 
     total = jax.tree.map(next_total, state.total, change)
     slope = optax.tree.scale(1 / num_examples(seen), total)
-    # x <- mean_i w_i - h / alpha
     return optax.tree.add_scale(mean, -1 / weight, slope), ServerSlope(total, seen)
 
 
 def averaged(round: ServerRound, params: Params) -> Params:
     """Return the mean of the clients' models, without running statistics."""
     mean = round.learner.trainable(params, round.task)
-    # running statistics have no slope: the correction is of parameters alone
+    # running statistics have no gradient, and so no h
     return mean._replace(extra=params.extra, stats=())
 
 

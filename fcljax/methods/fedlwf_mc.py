@@ -1,5 +1,5 @@
 """FedLwF.MC (a baseline of HePCo): learning without forgetting as binary problems
-(Rebuffi et al. 2017), for clients that keep nothing.
+(Rebuffi et al. 2017), for clients without a state.
 
     client    trains the whole network on one sigmoid per seen class. Targets are labels for
               the task's classes, and for old classes the probabilities of the model that
@@ -21,8 +21,8 @@ from fcljax.parts.task_start import send_start_of_task, teacher
 from fcljax.settings import NoOptions, with_mini
 from fcljax.types import Method
 
-# one sigmoid per class: only one of the targets is 1, so that the classifier needs a
-# larger rate
+# mini: the loss is a mean over all seen classes, of which one is the example's, so the
+# classifier needs a larger learning rate
 PRESETS = with_mini(WHOLE, lr=0.1, full_lr=1e-4)
 
 
@@ -69,6 +69,7 @@ def distilled_binary_loss(
       mask: examples that count.
     """
     one_hot = jax.nn.one_hot(label, logits.shape[-1])
+    # current examples are of no old class, so old columns of the one-hot labels are 0
     target = jnp.where(old, jax.nn.sigmoid(jax.lax.stop_gradient(teacher)), one_hot)
     loss = jnp.where(seen, optax.sigmoid_binary_cross_entropy(logits, target), 0.0)
     return reduce_rows(jnp.sum(loss, -1), mask, jnp.sum(mask) * jnp.sum(seen), "mean")

@@ -1,10 +1,10 @@
 """FedPer: personal classifiers on a shared network (Arivazhagan et al. 2019, arXiv
 1912.00818).
 
-    client    trains what is shared and a classifier of its own, and sends what is shared
-    server    averages it
+    client    trains the shared adapter and its own classifier, and sends the adapter
+    server    averages the adapters
 
-Clients are evaluated as themselves, each with its own classifier.
+Each client is evaluated with its own classifier.
 """
 
 from fcljax.adapters.lora import LoraOptions
@@ -13,12 +13,12 @@ from fcljax.parts.learner import cross_entropy_loss
 from fcljax.settings import NoOptions, Preset, with_mini
 from fcljax.types import Method
 
-PRESETS = with_mini(
-    {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one"),))}, lr=1e-2, lora_lr=1e-3
-)
+_LORA = LoraOptions(lora_pairs="one")
+PRESETS = with_mini({"intended": Preset(NoOptions(), adapters=(_LORA,))}, lr=1e-2, lora_lr=1e-3)
 
 
 def fedper(_options: NoOptions, run: Run) -> Method:
     """Compose FedPer."""
     loss = cross_entropy_loss()
+    # a personal classifier stays in the client's state, over rounds and tasks
     return federate(run, linear_learner(run), loss=loss, personal=("classifier",))

@@ -5,10 +5,10 @@
               sends the sum of its features and its number of examples of each class
     server    C_j <- the mean over clients of their mean features of class j       (eq. 6)
 
-In the paper only prototypes travel, and each client has a personal model. Class-IL
-accuracy asks for a global model: here clients also send what trains, which the server
-averages, as LoRM's authors do where they compare with FedProto. A class has no global
-prototype before its first round is over; until then it adds nothing to the loss.
+In the paper clients send prototypes only, and each client has a personal model. Class-IL
+accuracy needs a global model: here clients also send their trainable parameters, which the
+server averages, as LoRM's authors do in their comparison with FedProto. A class has no
+global prototype before its first round is over; until then it adds nothing to the loss.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ class FedProtoOptions:
 
 
 _ONE_PAIR = (LoraOptions(lora_pairs="one"),)
-# at a rate of 1e-3 LoRA spoils the features of a real network, of which prototypes are means
+# mini: at a learning rate of 1e-3 LoRA spoils the features of which prototypes are means
 PRESETS = with_headtune(
     with_mini(
         {
@@ -138,21 +138,21 @@ def distance_of_examples(step: ClientStep, prototypes: Prototypes) -> Float[Arra
     mask = step.batch.mask
     squared = jnp.mean((step.output.feature - prototypes.vector[label]) ** 2, axis=-1)
     has_prototype = mask & prototypes.present[label]
-    # over all examples of the batch, not only those with a prototype, as in the release
+    # divided by all examples of the batch and not by those with a prototype (release)
     return masked_sum(squared, has_prototype) / jnp.maximum(jnp.sum(mask), 1)
 
 
 def distance_of_means(step: ClientStep, prototypes: Prototypes) -> Float[Array, ""]:
     """Return the sum over the batch's classes of ||mean of f(x) - C_j|| (eq. 8)."""
     batch = step.batch
-    # by the classes of the stream, as prototypes are
+    # all classes of the stream, in the order of the prototypes
     classes: Int[Array, " C"] = jnp.arange(len(prototypes.present))
     sums, examples = sum_by_class(step.output.feature, batch.label, classes, batch.mask)
     mean, in_batch = class_means(sums, examples)
     squared = jnp.sum((mean - prototypes.vector) ** 2, axis=-1)
-    # the root has no gradient at 0, so a distance of 0 is left out
+    # the gradient of a root at 0 is infinite, so a distance of 0 is left out
     counts = in_batch & prototypes.present & (squared > 0)
-    # the inner `where` keeps the root's gradient finite where the outer one drops it
+    # two `where`s: NaN of the inner root's gradient would pass the outer one as 0 * NaN
     return jnp.sum(jnp.where(counts, jnp.sqrt(jnp.where(counts, squared, 1.0)), 0.0))
 
 
@@ -165,11 +165,11 @@ def local_prototypes(options: FedProtoOptions, run: Run) -> Report:
     def finalize(_end: ClientEnd, total: Sums) -> Sums:
         if options.proto_mean == "examples":
             return total
-        # clients count equally: each adds its mean, as one example
+        # each client adds its mean as if it were one example, so clients count equally
         mean, present = class_means(*total)
         return Sums(mean, present.astype(jnp.float32))
 
-    # features of evaluation, after training (eq. 3), not of the model at the start
+    # a pass over clean images after training, under the trained model (eq. 3)
     view = View(1, run.training.batch_size, shuffle=False, augment=False)
     longest = functools.partial(longest_feature, run)
     possible = functools.partial(possible_sums, longest=longest)
@@ -217,7 +217,7 @@ def replace_present(
       task: says which classes these are.
     """
     changes = (task.classes >= 0) & reported.present
-    # an index beyond the last class is dropped
+    # JAX drops writes beyond the last class
     index = jnp.where(changes, task.classes, len(prototypes.present))
     vector = prototypes.vector.at[index].set(reported.vector, mode="drop")
     return Prototypes(vector, prototypes.present.at[index].set(True, mode="drop"))

@@ -49,6 +49,7 @@ from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset
 from fcljax.types import ClientContext, Method, Weighted
 
+# candidates of the ridge, as in RanPAC
 RIDGES = 10.0 ** jnp.arange(-8, 9)
 # key of the split of examples into fit and held-out ones
 SPLIT = 0
@@ -68,7 +69,8 @@ class FedRanPACOptions:
     """Weight lambda of the classifier's squared norm."""
 
 
-# a pair of a later task would change the features
+# one pair for all tasks, which only the first one trains: pairs of later tasks would
+# change the features of which the server has summed up those of earlier tasks
 _ONE_PAIR = (LoraOptions(lora_pairs="one"),)
 PRESETS = {
     "intended": Preset(FedRanPACOptions(), adapters=_ONE_PAIR),
@@ -77,8 +79,8 @@ PRESETS = {
 }
 
 
-# "fit": sums of four fifths of the examples; "held_out": sums of the others, which choose
-# the ridge
+# "fit": sums over four fifths of the examples; "held_out": sums over the others, by which
+# the ridge is chosen
 Split = dict[str, Moments]
 
 
@@ -122,7 +124,8 @@ def ridge_regression(options: FedRanPACOptions, run: Run) -> ServerRule:
         if options.ridge_choice == "task":
             ridge = choose_ridge(reported)
         moments = total["fit"]
-        if chooses:  # the classifier is solved from all examples
+        # once the ridge is chosen, held-out examples train the classifier too
+        if chooses:
             moments = jax.tree.map(jnp.add, total["fit"], total["held_out"])
         weights = solve_definite(moments.gram, moments.products, ridge)
         classifier = params.classifier._replace(weights=weights)
@@ -132,6 +135,7 @@ def ridge_regression(options: FedRanPACOptions, run: Run) -> ServerRule:
     longest = functools.partial(longest_random_feature, run)
 
     def possible(context: ClientContext, reported: Split) -> Bool[Array, ""]:
+        # each part alone, and the examples of both together
         examples = sum(moments.examples for moments in reported.values())
         parts = [possible_moments(context, moments, longest) for moments in reported.values()]
         return jnp.all(jnp.stack(parts)) & (examples <= context.client.examples)
@@ -151,6 +155,7 @@ def is_held_out(index: Int[Array, " batch"]) -> Bool[Array, " batch"]:
 def choose_ridge(split: Split) -> Float[Array, ""]:
     """Return the ridge of `RIDGES` with the least held-out squared error."""
     errors = jax.lax.map(lambda ridge: held_out_error(split, ridge), RIDGES)
+    # small ridges may leave the matrix singular in float32: not finite, and never chosen
     return RIDGES[jnp.argmin(jnp.where(jnp.isfinite(errors), errors, jnp.inf))]
 
 
@@ -158,6 +163,6 @@ def held_out_error(split: Split, ridge: Float[Array, ""]) -> Float[Array, ""]:
     """Return sum |y - W^T h|^2 over held-out examples, W solved from the others."""
     weights = solve_ridge(split["fit"].gram, split["fit"].products, ridge)
     held_out = split["held_out"]
-    # |y|^2 = 1 for each example; the other summands are -2 <W, Q> + <W, G W>
+    # |y|^2 = 1 for each example; the rest is <W, G W - 2 Q>
     reduction = exact_matmul(held_out.gram, weights) - 2 * held_out.products
     return held_out.examples + jnp.sum(weights * reduction)

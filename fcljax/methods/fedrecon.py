@@ -51,7 +51,7 @@ def fedrecon(options: FedReconOptions, run: Run) -> Method:
     if run.adapter.plain:
         method = federate(run, model, server_rules=(merge_prototypes(run, "task_start"),))
     else:
-        # prototypes of the first task are those of the trained embedding
+        # at a task's end: the embedding must not change after its prototypes are taken
         method = federate(
             run,
             model,
@@ -62,6 +62,7 @@ def fedrecon(options: FedReconOptions, run: Run) -> Method:
     if options.evaluated == "server":
         return method
 
+    # all clients have the server's prototypes; only the classes of an evaluation differ
     def predict_client(
         round_context: RoundContext,
         server,
@@ -92,8 +93,8 @@ def merge_prototypes(run: Run, when: RuleTime) -> ServerRule:
         feature = step.forward(step.trainable, train=False).feature
         batch = step.batch
         all_classes = jnp.arange(classes)
-        summed, examples = sum_by_class(feature, batch.label, all_classes, batch.mask)
-        return Sums(total.feature + summed, total.examples + examples)
+        feature_sum, examples = sum_by_class(feature, batch.label, all_classes, batch.mask)
+        return Sums(total.feature + feature_sum, total.examples + examples)
 
     def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
         sums = jax.tree.map(jnp.add, params.classifier.sums, round.reports["embeddings"])
@@ -134,9 +135,8 @@ def episode_loss(
     negative squared distances to the prototypes are the logits. Queries of classes
     without support do not count.
 
-    Each epoch has a new order of examples, so that an episode's halves are random. Its
-    classes and the examples of each are those of the batch; the paper draws a fixed
-    number of both.
+    Each epoch has a new order of examples, so an episode's halves are random. An episode
+    has the classes and examples of the batch; the paper draws a fixed number of both.
     """
     is_support = jnp.arange(len(label)) % 2 == 0
     sums, examples = sum_by_class(feature, label, classes, mask & is_support)

@@ -44,7 +44,7 @@ from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import Method, Task
 
-# scale of the first task's means after many tasks (release)
+# share by which old means are shrunk at most: the first task's after many tasks (release)
 SHRINKAGE = 0.1
 
 
@@ -97,7 +97,7 @@ def aligned_classifier(inner: Classifier, classes: int) -> Classifier:
         return Aligned(head, head, jnp.int32(-1))
 
     def predict(params: Aligned, feature: Array, task: Task) -> Array:
-        # while the task trains, the clients' classifier predicts
+        # until the task ends, the aligned copy does not know its classes
         is_over = params.task == task.index
         aligned = apply_head(params.aligned, feature)
         return jnp.where(is_over, aligned, apply_head(params.inner, feature))
@@ -125,7 +125,7 @@ def alignment(options: FedSLCAOptions, run: Run) -> ServerRule:
             tasks = run.sizes.tasks
             return align_classifier(options, head, gaussians, task, tasks, round.key)
 
-        # in the first task the classifier needs no alignment
+        # the release aligns from the second task on
         aligned = jax.lax.cond(task > 0, align, lambda: head)
         classifier = Aligned(head, aligned, task)
         return ServerUpdate(params._replace(classifier=classifier), gaussians)
@@ -178,10 +178,10 @@ def normalised(
     The length is the mean over the tasks so far of the length of each task's logits, as
     in SLCA's release. Classes without examples get the lowest finite value.
     """
-    # each task's logits have a length of their own (SLCA's release)
+    # [C, T]: which classes belong to which task; absent classes to none
     member = jax.nn.one_hot(gaussians.task, tasks) * gaussians.present[:, None]
     has_classes = jnp.any(member > 0, axis=0)
-    # at 0 the root would have no gradient
+    # the gradient of the root at 0 is infinite
     squares = jnp.maximum(exact_matmul(logits**2, member), 1e-14)
     lengths = jnp.where(has_classes, jnp.sqrt(squares), 0.0)
     mean_length = jnp.sum(lengths, -1) / jnp.maximum(jnp.sum(has_classes), 1)

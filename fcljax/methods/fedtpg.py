@@ -7,11 +7,12 @@ names of the classes that compete.
                          V = V + MLP(V), a gated one
                          and, with --generator-layers, self-attention layers on V
     prompt of class c    start, V_1 .. V_M, name of c, end
-    client               cross-entropy over the task's classes of s cos(W_i f(x), W_t text(prompt of c))
+    client               trains it by cross-entropy over the task's classes of
+                         s cos(W_i f(x), W_t text(prompt of c))
     server               averages the generator's parameters
 
-Clients generate for the classes of their task. The server's model generates for the
-classes seen so far, or, for the accuracy on new classes, for these.
+Clients generate context vectors from the classes of their task. In evaluation they are
+generated from the classes seen so far or, for the accuracy on new classes, from these.
 """
 
 import dataclasses
@@ -36,8 +37,8 @@ from fcljax.settings import Preset, RunConfig, with_mini
 from fcljax.types import Method, TextTower
 
 EPSILON = 1e-5  # of the LayerNorms
-GROWTH = 4  # width of the MLP's hidden layer, over that of a token
-QUERY_STD = 0.02  # of the first queries
+GROWTH = 4  # width of the MLP's hidden layer, in widths of a token
+QUERY_STD = 0.02  # standard deviation of the initial queries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +146,7 @@ def generate(
       heads: of attention.
     """
     cross = generator.cross
-    # as in the release, the queries are not added to what they read
+    # no residual connection around the cross-attention, as in the release
     x = attend(cross.attention, generator.queries, texts, competing, heads)
     x = x + gated(cross.mlp, x)
     for layer in generator.layers:
@@ -161,7 +162,7 @@ def attend(
     readable: Bool[Array, " C"] | None,
     heads: int,
 ) -> Float[Array, "M token_width"]:
-    """Return what x reads of texts, or of x itself where texts is None."""
+    """Return the attention of x to texts, or to x itself where texts is None."""
     x = normed(params.norm, x)
     source = x
     if texts is not None:
@@ -172,14 +173,16 @@ def attend(
         for layer, tokens in ((params.query, x), (params.key, source), (params.value, source))
     )
     score = exact_einsum("hmd,hnd->hmn", query, key) * query.shape[-1] ** -0.5
+    # texts of all classes have a fixed shape; the mask leaves those that compete
     if readable is not None:
         score = mask_logits(score, readable)
-    read = exact_einsum("hmn,hnd->hmd", jax.nn.softmax(score), value)
-    return applied(params.out, rearrange(read, "h n d -> n (h d)"))
+    attended = exact_einsum("hmn,hnd->hmd", jax.nn.softmax(score), value)
+    return applied(params.out, rearrange(attended, "h n d -> n (h d)"))
 
 
 def gated(params: MLP, x: Float[Array, "M token_width"]) -> Float[Array, "M token_width"]:
     """Return the gated MLP of x."""
+    # torch's gelu is exact, flax's default is an approximation
     linear, gate = jnp.split(applied(params.first, normed(params.norm, x)), 2, axis=-1)
     return applied(params.second, linear * jax.nn.gelu(gate, approximate=False))
 
@@ -194,7 +197,7 @@ def normed(norm: NormParams, x: Float[Array, "n width"]) -> Float[Array, "n widt
     return layer_norm(x, norm.scale, norm.bias, EPSILON)
 
 
-# ---- its first values ----------------------------------------------------------------------
+# ---- the generator's initial values --------------------------------------------------------
 
 
 def new_generator(options: FedTPGOptions, tower: TextTower) -> InitClassifier:
@@ -211,9 +214,10 @@ def new_generator(options: FedTPGOptions, tower: TextTower) -> InitClassifier:
 
 
 def _new_layer(key: PRNGKeyArray, width: int, texts: int | None) -> Layer:
-    """Draw a layer; `texts` is the width of the texts that it reads, None for itself."""
+    """Draw a layer. `texts` is the width of the texts that it attends to; None: itself."""
     keys = jax.random.split(key, 6)
     source = width if texts is None else texts
+    # as in torch's MultiheadAttention: Xavier for query, key and value, and biases 0
     attention = PromptAttention(
         _new_norm(width),
         () if texts is None else _new_norm(texts),

@@ -4,13 +4,13 @@
               L_ce over all seen classes + weight * L_distil, which distils from the
               model that the task began with                      (parts/task_start.py)
     task end  each client offers its examples to its replay buffer, which holds a uniform
-              sample of them                                      (parts/replay.py)
+              sample of all examples so far                       (parts/replay.py)
     server    averages, and sends that model too
 
-The release has neither herding nor the nearest-mean classifier of the original, and
-draws its buffer anew every round from all old data, which a client that may only
-keep the buffer cannot do. Here each example has a random priority, and the buffer
-holds the highest.
+The release has neither herding nor the nearest-mean classifier of the original. It draws
+its buffer anew in every round from all old data, which a client that stores only the
+buffer cannot do. Here each example has a random priority, and the buffer holds those of
+the highest.
 """
 
 import dataclasses
@@ -38,6 +38,7 @@ class ICaRLOptions:
     """Temperature of student and teacher in the distillation."""
 
 
+# as TARGET's release trains it (specification C0 and C4), with LwF's settings
 PRESETS = {"intended": Preset(ICaRLOptions(), *RELEASED_RUN)}
 
 
@@ -50,6 +51,7 @@ def icarl(options: ICaRLOptions, run: Run) -> Method:
     return federate(
         run,
         linear_learner(run),
+        # replayed examples are of old classes, so all seen classes compete
         loss=cross_entropy_loss("seen"),
         client_rules=client_rules,
         server_rules=(send_start_of_task(),),

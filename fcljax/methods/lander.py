@@ -19,9 +19,9 @@
                 student: distils the global model on the images so far, as in TARGET
               and sends the images in every round of the next task
 
-The paper's anchors are CLIP's text features of the class names. They are used with
---class-prompts, where the network has a text tower. Else they are drawn at random, with the
-distances between classes that those features have.
+The paper's anchors are CLIP's text features of the class names. --class-prompts gives
+these, where the network has a text tower. Otherwise anchors are drawn at random, with the
+same mean distance between classes.
 """
 
 import dataclasses
@@ -71,9 +71,9 @@ from fcljax.pixels import jitter
 from fcljax.settings import Preset, RunConfig, with_mini
 from fcljax.types import Frozen, Method, Task, Weighted
 
-ANCHOR_SEED = 3
-# standard deviation of an anchor's entries: the mean squared
-# difference of two anchors is then 0.086, as of CLIP's embeddings
+ANCHOR_SEED = 3  # not the run's seed: anchors stand for names, which all runs share
+# standard deviation of an anchor's entries: the mean squared difference of two anchors is
+# then 2 * 0.207^2 = 0.086, as of CLIP's embeddings
 ANCHOR_STD = 0.207
 ANCHOR_WIDTH = 512  # of anchors that are drawn
 IMAGES_PER_LAYER = 10  # images of a batch that share a random layer
@@ -122,7 +122,7 @@ _RELEASED = LanderOptions(
 )
 _RUN = RunConfig(lr=5e-5)
 _WHOLE = (FullOptions(full_lr=5e-5),)
-# mini: a fourth to a fifth of the synthesis, which takes most of a run
+# mini: a fraction of the synthesis, which takes most of a run
 PRESETS = with_mini(
     {
         "intended": Preset(LanderOptions(), _RUN, _WHOLE),
@@ -202,7 +202,7 @@ def mean_square(
 
 
 def lander_loss(options: LanderOptions, run: Run) -> ClientRule:
-    """Compute the clients' whole loss; the map a trains and is uploaded."""
+    """Add the clients' whole loss. The map a is a parameter of this rule."""
     classes = run.sizes.classes
     width = anchor_width(options, run)
 
@@ -238,6 +238,7 @@ class TaskWeights(NamedTuple):
 def task_weights(options: LanderOptions, task: Task) -> TaskWeights:
     """Return alpha_cur and alpha_pre, which move weight to earlier tasks as classes grow."""
     seen = jnp.sum(task.seen)
+    # at least 1, since the first task's share would be a divisor of 0
     old = jnp.maximum(jnp.sum(task.old), 1)
     growth = jnp.log2(seen / 2 + 1)
     share = jnp.sqrt(old / seen)
@@ -289,7 +290,7 @@ def synthesise(
     """Return images of the classes seen so far, and the mean of the rounds' lowest losses."""
     generator_key, student_key, map_key, rounds_key = jax.random.split(round.key, 4)
     teacher = global_model(round, params)
-    # a new student with a new map a: it must not know what the teacher knows
+    # a new student and a new map a: with the teacher's parameters it would never disagree
     fresh = round.learner.init(student_key, round.frozen)
     trainable = round.learner.trainable(fresh, round.task)
     fresh_map = init_head(map_key, *params.extra["lander"].kernel.shape)
@@ -302,11 +303,11 @@ def synthesise(
         state, loss_sum = carry
         image_key, student_key = jax.random.split(jax.random.fold_in(rounds_key, r))
         current_student = student._replace(trainable=state.student.trainable)
-        # the disagreement needs a student that has learned a little
+        # a student that has not trained disagrees on every image
         disputed = r > options.synthesis_warmup + 1
         loss = functools.partial(generator_loss, options, round, teacher, current_student, disputed)
         best = best_of_round(options, config, loss, state.generator, round, image_key)
-        # the warm-up's images are dropped, and the student does not learn from them
+        # images of the warm-up are dropped, and the student does not learn from them
         counts = r >= options.synthesis_warmup
         buffer = jax.lax.cond(counts, lambda: append_images(state.images, best.image), lambda: state.images)
         steps = jnp.where(counts, options.student_steps, 0)
@@ -362,8 +363,10 @@ def balanced_labels(
     key: PRNGKeyArray,
 ) -> Int[Array, " size"]:
     """Return the same number of labels of each seen class, up to one more for random classes."""
-    classes = jnp.argsort(~seen, stable=True)  # the seen classes come first
+    # the seen classes first: False sorts before True
+    classes = jnp.argsort(~seen, stable=True)
     count = jnp.maximum(jnp.sum(seen), 1)
+    # a random start, so that the classes with one label more differ between rounds
     offset = jax.random.randint(key, (), 0, count)
     return classes[(offset + jnp.arange(size)) % count]
 
@@ -372,6 +375,7 @@ def generator_input(
     layers: Float[Array, "groups E noise"], anchor: Float[Array, "batch E"]
 ) -> Float[Array, "batch noise"]:
     """Return the images' anchors, normalised over the batch, through their group's layer."""
+    # batch normalisation without parameters
     normal = (anchor - jnp.mean(anchor, axis=0)) / jnp.sqrt(jnp.var(anchor, axis=0) + 1e-5)
     layer = layers[jnp.arange(len(anchor)) // IMAGES_PER_LAYER]
     return exact_einsum("be,ben->bn", normal, layer)
@@ -387,7 +391,7 @@ def generator_loss(
     pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
     """Return w_1 L_CE + w_2 L_adv + w_B L_B + w_BN (distance of statistics)."""
-    # in training mode the output has the batch's statistics
+    # only a forward pass in training mode returns statistics of the batch
     normalises = has_statistics(teacher)
     output = judge(round, teacher, pixels, train=normalises)
     label_loss = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(output.logits, label))

@@ -1,7 +1,8 @@
 """LoRM: closed-form merging of LoRA (Salami et al., ICLR 2025, arXiv 2410.17961).
 
-    round      all clients train one factor of the task's LoRA pair and share the other (B in
-               the first round of a task, then A, B, ... in turn), and the classifier W
+    round      all clients train one factor of the task's LoRA pair (B in the first round of
+               a task, then A, B, ... in turn), with the other one frozen and the same for
+               all, and the classifier W
     client i   sends its factor times the Gram matrix G_i = X_i X_i^T of the pair's inputs
     server     merges in least squares, so that the pair responds like the clients' pairs:
                    A shared    B = (sum_i B_i A G_i A^T) (A (sum_i G_i) A^T)^+
@@ -11,14 +12,14 @@
                    dW = (sum_t B_t A_t G_t) (sum_t G_t)^+
 
 With both factors free there are infinitely many solutions, so one trains at a time.
-Clients train a pair alone on the pre-trained network, never with those of earlier tasks.
+Clients train the task's pair on the pre-trained network, without those of earlier tasks.
 Of the Gram matrices of the pairs' inputs only the diagonals are used, as in the release:
-D parameters travel for each block and not D^2.
+D parameters per block in place of D^2.
 
-Clients send their change times G_i, and the server adds these up. The solution is the
-same, but directions in which no client has inputs stay as they were, where the
-pseudo-inverse makes them 0. The merged update is a sum of pairs with the factors A_t G_t
-(sum_s G_s)^+: the adapter's sum of products, without a dense matrix.
+Here clients send their change times G_i, and the server adds these up. The solution is
+the same, except that directions in which no client has inputs stay as they were: in the
+formulas above the pseudo-inverse makes them 0. The merged update is a sum of pairs whose
+A is A_t G_t (sum_s G_s)^+, so no dense matrix is needed.
 """
 
 import dataclasses
@@ -151,7 +152,7 @@ def freeze_other_factor(context: ClientContext, trainable: Params) -> Params:
     pair: Lora = trainable.adapter
     b_trains = trains_b(context.client.round)
 
-    # the other factor is the same at all clients, so that least squares has one solution
+    # which factor trains depends on the round, which is data: hence `where`
     def projected(trains: Array, trained: Array, shared: Array) -> Array:
         return jnp.where(trains, trained, shared)
 
@@ -207,7 +208,7 @@ def weighted_change(end: ClientEnd, grams: Grams) -> WeightedChange:
         b: Array,
         b_i: Array,
     ) -> Float[Array, "blocks rank D"]:
-        # (B_i - B) A G_i A^T, transposed so that both factors have one shape
+        # (B_i - B) A G_i A^T, transposed: both rounds then send the same shape
         change_of_b = exact_matmul(inner_gram(a, grams.pairs), (b_i - b).mT)
         # (A_i - A) G_i
         change_of_a = apply_gram(a_i - a, grams.pairs)
@@ -231,6 +232,7 @@ def possible_change(run: Run, context: ClientContext, change: WeightedChange) ->
 
     def factor_fits(a: Array, weighted: Array) -> Bool[Array, ""]:
         b_fits = can_move(inner_gram(a, grams.pairs), weighted, largest.pair)
+        # with a diagonal G the entries of (A_i - A) G have bounds of their own
         if grams.pairs.ndim == 2:
             a_fits = jnp.all(jnp.abs(weighted) <= (1 + SUMS) * largest.pair * grams.pairs[:, None])
         else:
@@ -260,9 +262,9 @@ def merge_factor(
       gram: the sum of G_i.
       b_trains: whether B trained, and not A.
     """
-    # A + (sum_i (A_i - A) G_i) (sum_i G_i)^+
+    # B shared: A + (sum_i (A_i - A) G_i) (sum_i G_i)^+
     new_a = a + divide_by_gram(change, gram)
-    # B + (sum_i (B_i - B) A G_i A^T) (A (sum_i G_i) A^T)^+
+    # A shared: B + (sum_i (B_i - B) A G_i A^T) (A (sum_i G_i) A^T)^+
     new_b = b + exact_matmul(inverse_of(inner_gram(a, gram)), change).mT
     return jnp.where(b_trains, a, new_a), jnp.where(b_trains, new_b, b)
 
@@ -302,7 +304,7 @@ def match_over_tasks(options: LoRMOptions, run: Run) -> ServerRule:
         gram = round.reports["task_grams"]
         pairs: Lora = params.adapter
         pair: Lora = pair_of(pairs, task)
-        # A_t G_t once, when the task is over
+        # A_t as it was trained; the adapter's A_t are replaced below
         query = state.query.at[task].set(apply_gram(pair.a_q, gram))
         value = state.value.at[task].set(apply_gram(pair.a_v, gram))
         state = Merged(query, value, state.gram + gram)

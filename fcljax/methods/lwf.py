@@ -6,8 +6,8 @@
               task began with                                     (parts/task_start.py)
     server    averages, and sends that model too
 
-The release keeps the model of the previous task at every client. A client that takes part
-in some rounds only does not have it, so it is sent in every round.
+The release stores the model of the previous task at every client. A client that was not
+sampled then does not have it, so here the server sends it in every round.
 """
 
 import dataclasses

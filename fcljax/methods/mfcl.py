@@ -47,7 +47,7 @@ from fcljax.parts.task_start import send_start_of_task, teacher, unlabelled
 from fcljax.settings import Preset, RunConfig, with_mini
 from fcljax.types import Method, Weighted
 
-# offsets of the smoothing's kernel, in pixels
+# offsets of the smoothing kernel's pixels
 SMOOTH_OFFSETS = (-2.0, -1.0, 0.0, 1.0, 2.0)
 
 
@@ -133,6 +133,7 @@ def replay_generated(options: MFCLOptions, run: Run) -> ClientRule:
 
     def replay_loss(step: ClientStep) -> Float[Array, ""]:
         noise_shape = (options.synthetic_batch, config.noise)
+        # all rules of a step get the same key, so each derives one of its own
         noise = jax.random.normal(jax.random.fold_in(step.key, 1), noise_shape)
         pixels = generate_images(config, step.context.payload.sent["generator"], noise)
         new = Outputs(step.output, output_for(step, step.trainable, pixels))
@@ -144,7 +145,7 @@ def replay_generated(options: MFCLOptions, run: Run) -> ClientRule:
         return finetune + options.distill_weight * feature_loss(step, new, old)
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
-        # the first task has no generator, so its images are not computed
+        # `cond` and not `where`: the first task has no generator, and pays for no image
         has_generator = step.context.task.index > 0
         return jax.lax.cond(has_generator, lambda: replay_loss(step), lambda: jnp.zeros(()))
 
@@ -166,9 +167,11 @@ def finetune_loss(step: ClientStep, new: Outputs, old: Outputs) -> Float[Array, 
     """Return L_CE over all seen classes, whose gradient reaches only the classifier."""
     task = step.context.task
     classifier = step.learner.classifier
+    # constant features: between tasks only the classifier is balanced
     feature = jax.lax.stop_gradient(new.feature)
     cached = step.context.cached.classifier
     logits = classifier.logits(cached, step.trainable.classifier, feature, task)
+    # generated images have no label; the old model says of which old class they are
     pseudo_label = jnp.argmax(mask_logits(old.generated.logits, task.old), axis=-1)
     label = jnp.concatenate([step.batch.label, pseudo_label])
     return cross_entropy(logits, label, task.seen, mask_of(step, new))
@@ -177,6 +180,7 @@ def finetune_loss(step: ClientStep, new: Outputs, old: Outputs) -> Float[Array, 
 def feature_loss(step: ClientStep, new: Outputs, old: Outputs) -> Float[Array, ""]:
     """Return mean |V f - V f_old|^2, over old classes and over examples and images."""
     task = step.context.task
+    # V is the old model's classifier, which gets no gradient
     classifier = teacher(step.context).classifier
 
     def old_logits(feature: Array) -> Float[Array, "both C"]:
@@ -201,6 +205,7 @@ def generator_rule(options: MFCLOptions, run: Run) -> ServerRule:
     """Train the generator after the last round of each task except the last, and send it."""
     config = generator_config(options, run)
 
+    # in the first task clients get zeros of the generator's shape, which nothing reads
     def no_generator() -> PyTree:
         return jax.tree.map(jnp.zeros_like, init_image_generator(config, jax.random.key(0)))
 
@@ -249,7 +254,7 @@ def generator_loss(
 ) -> Float[Array, ""]:
     """Return L_CE + w_IE imbalance + w_BN KL of statistics + w_IP roughness."""
     model = global_model(round, params)
-    # in training mode the output has the batch's statistics
+    # only a forward pass in training mode returns statistics of the batch
     normalises = has_statistics(model)
     output = judge(round, model, pixels, train=normalises)
     loss = uncertainty(output.logits, options.label_temperature)
@@ -261,6 +266,7 @@ def generator_loss(
 
 def uncertainty(logits: Float[Array, "batch C"], temperature: float) -> Float[Array, ""]:
     """Return L_CE(p, argmax p), low where the model is certain of a class."""
+    # argmax has no gradient: the label is a constant
     label = jnp.argmax(logits, axis=-1)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits / temperature, label))
 
@@ -271,7 +277,7 @@ def imbalance(
 ) -> Float[Array, ""]:
     """Return 1 - H(mean(p)) / log C, which is 0 where classes are balanced."""
     mean = jnp.mean(jax.nn.softmax(logits), axis=0)
-    # the inner `where` keeps the logarithm's gradient finite where the outer one drops it
+    # the logarithm's gradient at 0 is infinite, so entries that do not count become 1
     log_mean = jnp.log(jnp.where(seen & (mean > 0), mean, 1.0))
     entropy = -jnp.sum(jnp.where(seen, mean * log_mean, 0.0))
     return 1 - entropy / jnp.log(jnp.maximum(jnp.sum(seen), 2))
@@ -281,6 +287,7 @@ def statistics_gap(running: PyTree, after_batch: PyTree) -> Float[Array, ""]:
     """Return KL(running || batch) of normal distributions, averaged over channels, then layers."""
 
     def divergence(running: BatchStatistics, batch: BatchStatistics) -> Float[Array, ""]:
+        # `batch_statistics` solves for the variance, and rounding may make it negative
         var = jnp.maximum(batch.var, 0) + 1e-8
         running_var = running.var + 1e-8
         ratio = (running_var + (running.mean - batch.mean) ** 2) / var
@@ -295,7 +302,7 @@ def roughness(pixels: Float[Array, "batch h w 3"]) -> Float[Array, ""]:
     weights = jnp.exp(-((jnp.array(SMOOTH_OFFSETS) / 2) ** 2))
     weights = weights / jnp.sum(weights)
     smooth = pixels
-    # a Gaussian is separable: rows, then columns
+    # a Gaussian is separable: one axis, then the other, with 10 products in place of 25
     for axis in (1, 2):
         padding = [(0, 0)] * 4
         padding[axis] = (2, 2)

@@ -24,7 +24,7 @@ from fcljax.parts.optimisers import SGD
 from fcljax.settings import Preset, RunConfig, with_mini
 from fcljax.types import Method, TextTower
 
-INIT_STD = 0.02  # of context vectors, as of CoOp's
+INIT_STD = 0.02  # standard deviation of the initial context vectors, as in CoOp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,7 @@ class PromptFLOptions(ContextOptions):
     """Number of context vectors M."""
 
 
+# mini: the context of a small text tower has few tokens besides the name's
 PRESETS = with_mini(
     {"intended": Preset(PromptFLOptions(), RunConfig(optimiser=SGD(momentum=0.9), lr=1e-3))},
     context_length=4,

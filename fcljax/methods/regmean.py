@@ -12,8 +12,8 @@ The linear layers are the classifier, whose inputs are features, and both factor
 pair: A reads the inputs x of its block, and B reads A_i x, so that its Gram matrix is
 A_i G_i A_i^T.
 
-Clients send their changes times G_i, whose sums give the same W. Directions in which no
-client has inputs stay as they were.
+Here clients send their changes times G_i, whose sums give the same W; directions in which
+no client has inputs stay as they were.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ PRESETS = with_mini({"intended": Preset(RegMeanOptions(), adapters=(_LORA,))}, l
 
 
 class Responses(NamedTuple):
-    """What a client sends of its linear layers, or the sums over clients."""
+    """A client's report of its linear layers, or the sums over clients."""
 
     grams: Arrays
     """G_i by the names of `GRAM_OF`, [n, n] or [blocks, n, n] for n inputs."""
@@ -83,6 +83,7 @@ def regmean(options: RegMeanOptions, run: Run) -> Method:
 
 def layers_of(trainable: Params) -> Arrays:
     """Return the weights W of the linear layers, [inputs, outputs]."""
+    # LoRA's factors are stored as [outputs, inputs]
     factors = trainable.adapter._asdict()
     return {"classifier": trainable.classifier.kernel} | {name: w.mT for name, w in factors.items()}
 
@@ -101,6 +102,7 @@ def responses(options: RegMeanOptions, run: Run) -> Report:
     def finalize(end: ClientEnd, sums: Arrays) -> Responses:
         pair: Lora = end.trainable.adapter
         inputs = sums["inputs"]
+        # B reads A_i x, whose Gram matrix follows from that of x
         inner = {"b_q": inner_gram(pair.a_q, inputs), "b_v": inner_gram(pair.a_v, inputs)}
         grams = {name: scale_off_diagonal(g, options.off_diagonal) for name, g in (sums | inner).items()}
         received = layers_of(end.context.payload.trainable)
@@ -110,7 +112,7 @@ def responses(options: RegMeanOptions, run: Run) -> Report:
         }
         return Responses(grams, changes)
 
-    # after training, since the Gram matrices are those of the client's own model
+    # after training: G_i is of the inputs that the layers have in the client's trained model
     view = View(1, run.training.batch_size, shuffle=False)
     possible = functools.partial(possible_responses, run)
     return Report("responses", init, add, finalize, view, "sum", possible=possible)
@@ -127,13 +129,13 @@ def possible_responses(run: Run, context: ClientContext, sent: Responses) -> Boo
         fits &= possible_inner(inner, grams["inputs"], a, largest.pair)
     for name, change in sent.changes.items():
         reach = largest.classifier if name == "classifier" else largest.pair
-        # no matrix but a Gram matrix lets a layer move
+        # False also where the matrix is no Gram matrix (`norm_by_gram` gives NaN)
         fits &= can_move(grams[GRAM_OF[name]], change, reach)
     return fits
 
 
 def merge_layers(options: RegMeanOptions, run: Run, model: Learner) -> ServerRule:
-    """Merge the linear layers after a round; `model` has them among what it merges."""
+    """Merge the linear layers after a round. `model` is the learner with all parameters."""
 
     def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
         grams, changes = round.reports["responses"]

@@ -1,13 +1,13 @@
 """TARGET: federated class-continual learning via exemplar-free distillation (Zhang et
 al., ICCV 2023).
 
-client     trains on  L_ce + weight * L_distil,  which distils the model that the task
-           began with on synthetic images
-server     averages; after the last round of a task it synthesises images of all classes
-           seen so far: a generator learns to make, from noise, images that the global
-           model recognises and on which a student disagrees; the student learns from the
-           images synthesised so far
-           sends the images in every round of the next task
+    client    trains on  L_ce + weight * L_distil,  which distils the task's first model on
+              synthetic images
+    server    averages; after the last round of a task it synthesises images of all classes
+              seen so far: a generator learns to make, from noise, images that the global
+              model recognises and on which a student disagrees; the student learns from
+              the images synthesised so far
+              sends the images in every round of the next task
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ from fcljax.pixels import jitter
 from fcljax.types import Method, Task, Weighted
 
 STUDENT_DECAY = 1e-4  # weight decay
-# factor of a generator's change in a round, as its gradient (release)
+# Reptile takes a generator's change in a round, times this factor, as gradient (release)
 REPTILE = 67.0
 
 
@@ -119,9 +119,8 @@ def distil_synthetic(options: TargetOptions) -> ClientRule:
         return options.distill_weight * distil_start(step, pixels, options.distill_temperature)
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
-        # in the first task there is no earlier model, and no image
+        # `cond` and not `where`: the first task has no images, and pays for none
         has_images = step.context.task.index > 0
-        # `cond`: without images the forward pass of the images is not computed
         return jax.lax.cond(has_images, lambda: distilled(step), lambda: jnp.zeros(()))
 
     return ClientRule("target", loss)
@@ -148,7 +147,7 @@ def synthesise(
 ) -> tuple[UInt8[Array, "images h w 3"], Weighted]:
     """Return images of the classes seen so far, and the mean of the rounds' lowest losses."""
     generator_key, student_key, rounds_key = jax.random.split(round.key, 3)
-    # a new student: it must not know what the teacher knows
+    # a new student: with the teacher's parameters it would never disagree
     fresh = round.learner.init(student_key, round.frozen)
     student = ImageModel(fresh, round.learner.trainable(fresh, round.task))
     teacher = global_model(round, params)
@@ -161,7 +160,7 @@ def synthesise(
         state, loss_sum = carry
         image_key, student_key = jax.random.split(jax.random.fold_in(rounds_key, r))
         current_student = student._replace(trainable=state.student.trainable)
-        # the disagreement needs a student that has learned a little
+        # a student that has not trained disagrees on every image
         disputed = r + 1 >= options.synthesis_warmup
         loss = functools.partial(
             synthesis_loss,
@@ -172,7 +171,6 @@ def synthesise(
             disputed,
         )
         seen = round.task.seen
-        # the images of the best step, not those of the last
         best = best_of_round(options, config, loss, state.generator, seen, image_key)
         gradient = _meta_gradient(options, state.generator, best)
         update, optimiser = adam.update(gradient, state.optimiser)
@@ -229,6 +227,7 @@ def best_of_round(
     noise_key, label_key, view_key = jax.random.split(key, 3)
     noise = jax.random.normal(noise_key, (size, config.noise))
     label = jax.random.categorical(label_key, jnp.where(seen, 0.0, -jnp.inf), shape=(size,))
+    # the noise trains with the generator, at a learning rate of its own
     adams: dict[Hashable, optax.GradientTransformation] = {
         "generator": optax.adam(options.generator_lr, *BETAS),
         "noise": optax.adam(options.noise_lr, *BETAS),
@@ -245,6 +244,7 @@ def best_of_round(
 
 
 def _meta_optimiser(options: TargetOptions) -> optax.GradientTransformation:
+    # one step of it stands for all steps of a round (release)
     return optax.adam(options.generator_lr * options.generator_steps, *BETAS)
 
 

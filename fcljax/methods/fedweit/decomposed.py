@@ -1,23 +1,23 @@
 """A learner whose network is composed anew for each task of a client (FedWeIT, Yoon et
 al. 2021).
 
-Network, adapter and classifier do not know of it. For task t a client computes with
+Network, adapter and classifier stay as they are: they get composed weights. For task t a
+client computes with
 
     theta_t = B * m_t + A_t + sum_r alpha_tr A^r                                    (eq. 1)
 
-B is the base: it stands in the adapter's place, travels and is averaged. The mask m_t (a
-number in (0, 1) for each output, the entries of an array's last axis), the sparse A_t and
-the attention alpha_t (one row for each array) are the client's. The A^r are other
-clients' A of finished tasks, which the server has sent to all clients for this task. What
-is the client's stands in the classifier's place, behind the head, so that
-`federate(personal=("classifier", "stats"))` keeps it at the client. Each task has its own
-running statistics.
+B is the base: it stands in the adapter's place in `Params`, is sent and averaged. The
+client keeps the mask m_t (a number in (0, 1) for each output, the entries of an array's
+last axis), the sparse A_t and the attention alpha_t (one row for each array). The A^r are
+other clients' A of finished tasks, which the server has sent to all clients for this
+task. The client's parameters stand in the classifier's place, beside the head, so that
+`federate(personal=("classifier", "stats"))` keeps them at the client. Each task has its
+own running statistics.
 
-All arrays of a network are one vector [N] here, and their masks another [M]: leaf by
-leaf, a network of a hundred leaves takes minutes to compile. Shapes are fixed: a
-client's A are [T, N], and what was received is [T, R, N], once, at the server.
-Evaluation gives each class the logit of the network of the task that brought it, which
-takes a pass per task.
+All arrays of a network are one vector [N] here, and their masks another [M], because a
+network of a hundred leaves takes minutes to compile leaf by leaf. Shapes are fixed: a
+client's A are [T, N], and the received ones [T, R, N], once, at the server. In evaluation
+each class has the logit of the network of its task, which takes a pass per task.
 """
 
 import math
@@ -71,8 +71,8 @@ class Shared(NamedTuple):
 class ClientParams(NamedTuple):
     """The parameters in the classifier's place.
 
-    Those of all tasks have an axis T. Those that train in a task are without it, but for
-    A where the A of all tasks train together.
+    Those of all tasks have an axis T. Those that train in a task do not, except for A
+    where the A of all tasks train together.
     """
 
     head: PyTree
@@ -88,7 +88,7 @@ class ClientParams(NamedTuple):
 
 
 class SparseBase(NamedTuple):
-    """The part of a base that a client sends, or means of these over clients."""
+    """The part of a base that a client sends, or the mean over clients."""
 
     base: Float[Array, " N"]
     """0 where nothing is sent."""
@@ -132,7 +132,8 @@ def decomposed(inner: Learner, sizes: Sizes, composition: Composition) -> Learne
 
     def merge(params: Params, task: Task, trainable: Params) -> Params:
         base = trainable.adapter
-        if isinstance(base, SparseBase):  # the mean of what clients sent
+        # the mean of sparse uploads; a client's own model and evaluation have the whole base
+        if isinstance(base, SparseBase):
             base = filled(arrays, base, params.adapter.base)
         shared = params.adapter._replace(base=base)
         client = classifier.merge(params.classifier, task, trainable.classifier)
@@ -206,7 +207,7 @@ def _client_classifier(inner: Classifier, composition: Composition) -> Classifie
     def cached_of(_params: ClientParams) -> tuple:
         return ()
 
-    # each client has a head of its own
+    # heads are personal, so the server has none to start at class means
     return inner._replace(trainable=trainable_of, merge=merge, cached=cached_of, at_means=None)
 
 
@@ -261,13 +262,14 @@ class Arrays(NamedTuple):
     def _spread(self, values: Array, spread: Callable, width: Callable) -> Float[Array, "*lead N"]:
         """Return spread(values of an array, its shape), concatenated over the arrays.
 
-        Each array has width(shape) values. Equal blocks of arrays are computed at once,
-        since each array by itself would be compiled by itself.
+        Each array has width(shape) values. Repeated blocks of arrays, as a network's equal
+        layers, are computed together: XLA would compile a kernel for each array.
         """
         lead = values.shape[:-1]
         start = 0
         parts = []
         for shapes, times in runs(self.shapes):
+            # [times, values of one block]
             ends = np.cumsum([width(shape) for shape in shapes])
             end = start + times * ends[-1]
             blocks = values[..., start:end].reshape(*lead, times, ends[-1])
@@ -282,9 +284,9 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def runs(shapes: Shapes) -> list[tuple[Shapes, int]]:
-    """Return the shapes as patterns and their numbers of repetitions in a row.
+    """Divide shapes into patterns, each with its number of repetitions in a row.
 
-    Patterns that repeat are a network's equal blocks; the shapes between them are one
+    Patterns that repeat are a network's equal blocks; the shapes between them form one
     pattern that occurs once.
     """
     patterns = []
@@ -339,6 +341,7 @@ def arrays_of(inner: Learner, sizes: Sizes) -> Arrays:
     """
     first_task = make_tasks(sizes.classes, sizes.tasks)[0]
 
+    # traced with `eval_shape`, so a whole network costs nothing
     def adapter(key: PRNGKeyArray) -> tuple[PyTree, PyTree]:
         params = inner.init(key, Frozen(inner.network.init(key))).adapter
         return inner.adapter.trainable(params, first_task), inner.adapter.cached(params)
@@ -388,6 +391,7 @@ def initial_client(
 ) -> ClientParams:
     """Return a client's initial parameters: the same for all tasks, without attention."""
     tasks = sizes.tasks
+    # the inverse of the sigmoid
     logit = math.log(composition.mask / (1 - composition.mask))
     return ClientParams(
         head,
@@ -412,7 +416,7 @@ def _predict(
     batch: Batch,
     task: Task,
 ) -> Float[Array, "batch classes"]:
-    """Return for each class the logit of the network of the task that brought it.
+    """Return for each class the logit of the network of its task.
 
     Classes of no task yet count as the current task's.
     """
@@ -444,13 +448,13 @@ def sparse(
 ) -> SparseBase:
     """Return a base without the outputs of the smallest masks of each array.
 
-    The release compares the absolute values of masks before the sigmoid, so that the most
-    negative count as the largest; here those are left out that let the least of the base
-    through.
+    The release compares the absolute values of masks before the sigmoid, where the most
+    negative ones, which let nothing of the base through, count as the largest. Here the
+    masks themselves are compared.
     """
     outputs = np.array(arrays.outputs)
     array = np.repeat(np.arange(len(outputs)), outputs)
-    # masks in ascending order within each array
+    # one sort by array, then by mask: ascending within each array
     ascending = jax.lax.sort((jnp.asarray(array), mask), num_keys=2)[1]
     starts = np.cumsum(outputs) - outputs
     thresholds = ascending[starts + np.floor(client_sparsity * outputs).astype(int)]
@@ -460,5 +464,7 @@ def sparse(
 
 def filled(arrays: Arrays, mean: SparseBase, old: Float[Array, " N"]) -> Float[Array, " N"]:
     """Return the merged base: the senders' means, or the old value without senders."""
-    share = arrays.of_outputs(mean.is_sent)  # of the clients that sent it
+    # the mean of 0 and 1 is the share of clients that sent an output: dividing by it turns
+    # a mean over all clients into one over the senders
+    share = arrays.of_outputs(mean.is_sent)
     return jnp.where(share > 0, mean.base / jnp.where(share > 0, share, 1.0), old)

@@ -14,8 +14,8 @@ of other clients:
     task end   clients send their pruned A_t to the server's knowledge base, from which each
                client receives some for the next task
 
-Clients are evaluated with their personal models, on the newest base. Departures from the
-release, and its departures from the paper, are in docs/fidelity.md.
+Clients are evaluated with their personal models, on the newest base. docs/fidelity.md
+lists where this departs from the release, and the release from the paper.
 """
 
 import dataclasses
@@ -132,10 +132,11 @@ def _check_rule(options: FedWeITOptions, rule: Aggregation) -> None:
 
 
 def adapters_learning_rate(run: Run) -> optax.GradientTransformation:
-    """Train A at the learning rate of the adapter, to whose parameters it is added.
+    """Train A at the adapter's learning rate, as it is added to the base of the adapter.
 
-    Masks and attention train at the run's.
+    Masks and attention train at the run's learning rate.
     """
+    # A stands in the classifier's place, which `train_step` moves at the run's rate
     ratio = 1.0
     if run.adapter.rate is not None:
         ratio = run.adapter.rate / run.training.lr
@@ -166,6 +167,7 @@ def sparsity(adaptive_weight: float, mask_weight: float, retroactive: bool) -> C
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         client: ClientParams = step.trainable.classifier
         adaptive = jnp.abs(client.adaptive)
+        # with all tasks' A, those of later tasks have initial values and must not count
         if retroactive:
             started = _before(step.context.task.index + 1, adaptive)
             adaptive = jnp.where(started, adaptive, 0.0)
@@ -176,7 +178,7 @@ def sparsity(adaptive_weight: float, mask_weight: float, retroactive: bool) -> C
 
 
 def _before(task: ArrayLike, values: Float[Array, "T _"]) -> Bool[Array, "T 1"]:
-    """Return which rows belong to tasks before this one."""
+    """Return which rows [T, ...] belong to tasks before this one."""
     return jnp.arange(len(values))[:, None] < task
 
 
@@ -229,7 +231,8 @@ def preservation(
         base_change = step.trainable.adapter - past.base  # B - B'
         mask = jnp.where(_before(task, past.mask), past.mask, 0.0)
         if not retroactive:
-            # the masks of all tasks are summed first, so that no array is [T, N]
+            # A_i = A'_i. The sum over tasks of the squared masks comes first, so that no
+            # array is [T, N]
             squared_masks = arrays.of_outputs(jnp.sum(mask**2, axis=0))
             return weight / 2 * jnp.sum(base_change**2 * squared_masks)
         adaptive_after = step.trainable.classifier.adaptive
@@ -274,8 +277,8 @@ class Knowledge(NamedTuple):
 def knowledge_base(options: FedWeITOptions, sizes: Sizes) -> ServerRule:
     """Collect the clients' pruned A when a task is over, and draw some for the next task.
 
-    Each client with examples of the task sends its A. The server draws R of all that it
-    holds, at random and without repetition; all clients receive the same.
+    Each client with examples of the task sends its A. The server draws R of all stored
+    A, at random and without repetition; all clients receive the same.
 
     Metric: the share of nonzero parameters of A, which a sparse format would send.
     """
@@ -287,7 +290,7 @@ def knowledge_base(options: FedWeITOptions, sizes: Sizes) -> ServerRule:
     def no_adaptive(context: ClientContext) -> Float[Array, " N"]:
         return jnp.zeros_like(context.payload.trainable.adapter)
 
-    # A does not depend on the batch: each step reports the same
+    # A does not depend on the batch, so every step gives the same total
     def sparse_adaptive(step: ClientStep, _total: Array) -> Float[Array, " N"]:
         adaptive = step.trainable.classifier.adaptive
         if options.retroactive:
@@ -301,14 +304,14 @@ def knowledge_base(options: FedWeITOptions, sizes: Sizes) -> ServerRule:
         params = params._replace(adapter=params.adapter._replace(received=received))
         return ServerUpdate(params, state, {"nonzero": _nonzero(round)})
 
-    # nothing is merged, so that the run may choose any aggregation rule
+    # `follows_rule`: reports are stored, not merged, so the run may choose any aggregation rule
     report = Report("adaptive", no_adaptive, sparse_adaptive, follows_rule=True)
     return ServerRule("knowledge", update, init, reports=(report,), when="task_end")
 
 
 def store_uploads(state: Knowledge, slot: ArrayLike, round: ServerRound) -> Knowledge:
-    """Store the reports in place of what these clients sent S tasks ago."""
-    # an index beyond the last client is dropped
+    """Store the reports in place of those that these clients sent S tasks ago."""
+    # JAX drops writes beyond the last client: invalid reports are not stored
     client = jnp.where(round.valid, round.ids, state.present.shape[1])
 
     def store(buffer: Array, new: Array) -> Array:
@@ -334,9 +337,10 @@ def hand_out(
     """
     present = state.present.reshape(-1)
     count = received.client.shape[1]
+    # a random order of the stored entries; empty ones come last
     priority = jnp.where(present, jax.random.uniform(key, present.shape), -1.0)
     order = jnp.argsort(-priority)[:count]
-    # where R exceeds what can be stored, the rest has an index that reads as absent
+    # R may exceed the S K places: the rest gets an index that reads as absent
     order = jnp.pad(order, (0, count - len(order)), constant_values=len(present))
     exists = present.at[order].get(mode="fill", fill_value=False)
     stored = state.adaptive.reshape(len(present), -1)

@@ -1,16 +1,17 @@
 """GLFC: federated class-incremental learning (Dong et al., CVPR 2022), as in its release.
 
-    client    measures the entropy of the newest global model on its examples; where it has
+    client    measures the entropy of the newest global model on its examples; if it has
               risen, the task has changed, and the client adopts the exemplars of its last task
-              trains on binary cross-entropy of the labels and of an old model's outputs, each
-              example weighted by its gap to its label relative to the other old or new ones
-              where its task has changed, sends gradients of perturbed prototype images
+              trains on binary cross-entropy of the labels and of an old model's outputs; each
+              example is weighted by its gap to its label, relative to the mean gap of the old
+              or of the new examples
+              if its task has changed, sends gradients of perturbed prototype images
     server    averages; the proxy server (proxy.py) reconstructs the images, evaluates the
               merged model on them, and sends the best models of this task and of the previous
 
-In the release a client chooses exemplars when it meets the next task, from examples of
-the one that is over. Here it chooses when a task is over, from the same examples under
-the same model, and adopts them later.
+In the release a client chooses exemplars of a task when it meets the next one, from old
+examples. Here it chooses them when the task is over, from the same examples under the
+same model, and adopts them when it meets the next task.
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ from fcljax.pixels import to_unit
 from fcljax.settings import Preset, RunConfig, with_mini
 from fcljax.types import Batch, ClientContext, Method, Task
 
-FLOOR = 1e-5  # added to probabilities under the logarithm (release)
+FLOOR = 1e-5  # added to probabilities before the logarithm (release)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class GLFCOptions(proxy.ProxyOptions):
     (share)."""
 
 
-# clients are averaged without weights
+# the release averages clients without weights
 _RUN = RunConfig(aggregator="uniform", lr=1e-3)
 _ADAPTERS = (LoraOptions(lora_pairs="one"), FullOptions(full_lr=3e-4))
 _RELEASED = GLFCOptions(
@@ -156,8 +157,8 @@ class ClientMemory(NamedTuple):
     class_task: Int[Array, " C"]
     """The task in which it had each class; -1: none yet."""
     was_absent: Bool[Array, ""]
-    """Whether it has not taken part since it chose `upcoming`, and so has not looked
-    for a change."""
+    """Whether it has not taken part since it chose `upcoming`, and so has not measured
+    whether the task changed."""
 
 
 class FeatureSums(NamedTuple):
@@ -174,12 +175,12 @@ class FeatureSums(NamedTuple):
 
 
 class LocalState(NamedTuple):
-    """A client in a round."""
+    """A client's memory of this rule within a round."""
 
     memory: ClientMemory
     """From its last round."""
     entropy: Float[Array, ""]
-    """The sum over `examples` examples."""
+    """The sum of entropies over `examples` examples."""
     examples: Float[Array, ""]
     """Number of examples so far."""
     sums: FeatureSums
@@ -191,7 +192,7 @@ class LocalState(NamedTuple):
 
 
 def compensate(options: GLFCOptions, run: Run, weights: LossWeights) -> ClientRule:
-    """Compose all that clients do besides the steps of the optimiser.
+    """Compose the client rule: loss, exemplars, change of task, and prototypes.
 
     Args:
       options: of the method.
@@ -232,7 +233,7 @@ def compensate(options: GLFCOptions, run: Run, weights: LossWeights) -> ClientRu
         task = context.task
         changed = task_changed(options, local, task)
         exemplars = adopt_exemplars(local.memory, changed).current.exemplars
-        # the union of exemplars and the client's examples, as one data set (GLFC, B5)
+        # the release joins exemplars and examples to one data set (specification, B5)
         examples = context.client.examples
         index = herding.draw_union(exemplars, task.old, batch_size, examples, key)
         # in `stored`, the upcoming exemplars follow the current ones
@@ -252,8 +253,8 @@ def compensate(options: GLFCOptions, run: Run, weights: LossWeights) -> ClientRu
         _trainable: Params,
         memory: ClientMemory,
     ) -> ClientMemory:
-        # a client that was absent for the whole task adopts the exemplars that it had
-        # chosen before: in the release all clients look for changes in every round
+        # a client that was absent for a whole task adopts the exemplars before it chooses
+        # new ones: in the release all clients measure their entropy in every round
         memory = adopt_exemplars(memory, memory.was_absent)
         upcoming = herding.renew(memory.current, gathered, context.task, budget, sizes)
         has_class = jnp.zeros(sizes.classes, bool).at[gathered.label].max(gathered.index >= 0)
@@ -315,7 +316,7 @@ def mean_entropy(options: GLFCOptions, local: LocalState, task: Task) -> Float[A
     mean = local.entropy / jnp.maximum(local.examples, 1)
     if options.entropy_unit == "nats":
         return mean
-    # log of the number of classes: the entropy of a uniform guess
+    # the entropy of a uniform guess is the logarithm of the number of classes
     return mean / jnp.log(jnp.maximum(jnp.sum(task.seen), 2))
 
 
@@ -329,10 +330,10 @@ def task_changed(options: GLFCOptions, local: LocalState, task: Task) -> Bool[Ar
 
 
 def old_model(context: ClientContext, changed: Bool[Array, ""]) -> proxy.OldModel:
-    """Return the model that is distilled, the best one of the task that is over.
+    """Return the model that clients distil: the best one of the task that is over.
 
-    When the client's task has just changed, this is the proxy's best model so far; later
-    it is the best model from before the newest gradients.
+    When the client's task has just changed, this is the proxy's best model so far. Later
+    the proxy has new images for the new task, and it is the best model before these.
     """
     best: proxy.BestModels = context.payload.sent["proxy"]
     return jax.tree.map(
@@ -353,24 +354,22 @@ def weighted_loss(
     batch = step.batch
     logits = step.output.logits
     one_hot = jax.nn.one_hot(batch.label, logits.shape[-1])
-    # `weigh` normalises the gaps of old and of new classes separately
     weight = weights.weigh(gap_of(logits, batch.label), batch, memory, context.task)
     seen = context.task.seen
     binary_loss = functools.partial(weighted_binary_loss, logits, seen=seen, mask=batch.mask)
 
     def old_outputs() -> Float[Array, "B C"]:
         output = step.learner.forward(context.frozen, context.cached, old.trainable, batch, old.task, False)
-        # classes that the old model has not seen have their labels as targets
         return jnp.where(old.task.seen, jax.nn.sigmoid(output.logits), one_hot)
 
     has_old = old.task.index >= 0
-    # no gradient inside the cond: libtpu 0.0.42 crashes on one that returns a rounded
-    # array twice
+    # only the target is inside the `cond`, not the loss: libtpu 0.0.42 crashes on the
+    # gradient of a `cond` that returns a rounded array twice
     old_target = jax.lax.cond(has_old, old_outputs, lambda: one_hot)
     old_weight = jnp.ones_like(weight)
     if weights.weighs_old:
         old_weight = weight
-    # without an old model the labels alone, at full weight
+    # 0.5 and 0.5 with an old model; without one the loss of the labels has factor 1
     label_factor = jnp.where(has_old, weights.current, weights.alone)
     old_factor = jnp.where(has_old, weights.old, 0.0)
     label_loss = label_factor * binary_loss(one_hot, weight)
@@ -379,7 +378,7 @@ def weighted_loss(
 
 def gap_of(logits: Float[Array, "B C"], label: Int[Array, " B"]) -> Float[Array, " B"]:
     """Return |sigmoid(z_y) - 1|, the gap of each example to its label, without a gradient."""
-    # stop_gradient: the gap is a weight, not a term of the loss
+    # a weight must not be trained to be small
     z_y = jnp.take_along_axis(jax.lax.stop_gradient(logits), label[:, None], axis=-1)[:, 0]
     return jnp.abs(jax.nn.sigmoid(z_y) - 1)
 
@@ -393,7 +392,7 @@ def weighted_binary_loss(
 ) -> Float[Array, ""]:
     """Return the mean weighted binary cross-entropy over examples and seen classes."""
     loss = jnp.where(seen, optax.sigmoid_binary_cross_entropy(logits, target), 0.0)
-    # over examples and seen classes, as torch's mean over the matrix
+    # torch's mean over the matrix [examples, seen classes]
     count = jnp.sum(mask) * jnp.sum(seen)
     return heads.reduce_rows(weight * jnp.sum(loss, axis=-1), mask, count, "mean")
 
@@ -412,14 +411,13 @@ def by_group(
     is_old = learned[batch.label]
     old_weight = over_mean(gap, is_old & batch.mask)
     new_weight = over_mean(gap, ~is_old & batch.mask)
-    # without old classes there is nothing to compensate
     return jnp.where(jnp.any(learned), jnp.where(is_old, old_weight, new_weight), 1.0)
 
 
 def over_mean(gap: Float[Array, " B"], group: Bool[Array, " B"]) -> Float[Array, " B"]:
     """Return gaps divided by the mean gap of a group."""
     mean = jnp.sum(jnp.where(group, gap, 0.0)) / jnp.maximum(jnp.sum(group), 1)
-    # tiny: a group without examples has no mean
+    # a group without examples has mean 0, and its weights are not used
     return gap / jnp.maximum(mean, jnp.finfo(gap.dtype).tiny)
 
 
@@ -445,7 +443,8 @@ def add_statistics(step: ClientStep, local: LocalState) -> LocalState:
 def find_nearest(step: ClientStep, local: LocalState) -> LocalState:
     """Keep, for each class, the image whose features are nearest to the class mean so far."""
     batch = step.batch
-    # the mean of directions, as in herding
+    # the class mean of features of length 1, as in herding; the pass before has completed
+    # the sums
     mean = local.sums.unit / jnp.maximum(local.sums.examples, 1)[:, None]
     feature = step.forward(step.trainable, train=False).feature
     distance = jnp.sum((heads.unit(feature) - mean[:, None]) ** 2, axis=-1)
@@ -466,21 +465,21 @@ def prototype_gradients(options: GLFCOptions, learner: Learner) -> Report:
         local: LocalState = end.memories[NAME]
         changed = task_changed(options, local, context.task)
         encode = functools.partial(encoded_prototypes, options, learner, context, end.trainable)
-        # shapes of the gradient, for clients whose task has not changed
+        # clients whose task has not changed send zeros: an upload has a fixed shape
         shapes = jax.eval_shape(encode, local)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         gradient = jax.lax.cond(changed, encode, lambda _local: zeros, local)
         present = changed & (local.sums.examples > 0)
         return proxy.Gradients(gradient, present, spread_of(local.sums))
 
-    # the proxy merges nothing, so that the run may choose any aggregation rule
+    # `follows_rule`: the proxy merges nothing, so the run may choose any aggregation rule
     return Report(proxy.REPORT, finalize=finalize, follows_rule=True, possible=possible_gradients)
 
 
 def possible_gradients(_context: ClientContext, reported: proxy.Gradients) -> Bool[Array, ""]:
     """Check that no variance is negative, and that gradients of biases lie in [-1, 1].
 
-    A gradient of the classifier's bias is a probability minus 0 or 1.
+    A gradient of the classifier's bias is a probability minus 0 or 1, up to rounding.
     """
     return within(reported.spread, 0, jnp.inf) & within(reported.gradient.bias, -1.001, 1.001)
 
@@ -517,7 +516,7 @@ def perturb(
         output = learner.forward(context.frozen, context.cached, trainable, batch, task, False)
         weight = jnp.ones(len(pixels))
         mean = weighted_binary_loss(output.logits, target, weight, task.seen, batch.mask)
-        # the sum: an image's gradient does not depend on the others
+        # times the number of images: each image's gradient is that of its own loss
         return len(pixels) * mean
 
     def step(_: Array, pixels: Array) -> Array:
@@ -532,7 +531,8 @@ def spread_of(sums: FeatureSums) -> Float[Array, ""]:
     examples = jnp.maximum(sums.examples, 1)
     present = sums.examples > 0
     mean = sums.feature / examples[:, None]
-    # |f|^2 summed over entries: their mean variance follows
-    variance = sums.square / examples - jnp.sum(mean**2, axis=-1)  # over all entries together
+    # E|f|^2 - |E f|^2 is the sum of the variances of all entries
+    variance = sums.square / examples - jnp.sum(mean**2, axis=-1)
     mean_variance = jnp.sum(jnp.where(present, variance, 0.0)) / jnp.maximum(jnp.sum(present), 1)
+    # rounding may make it negative
     return jnp.maximum(mean_variance, 0.0) / sums.feature.shape[-1]

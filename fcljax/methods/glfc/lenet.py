@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 CHANNELS = 12
-SIDE = 5
+SIDE = 5  # of a kernel
 STRIDES = (2, 2, 1)
-BOUND = 0.5
+BOUND = 0.5  # of the uniform draw
 
 
 class Conv(NamedTuple):
@@ -36,6 +36,7 @@ class LeNet(NamedTuple):
 
 def init_lenet(key: PRNGKeyArray, height: int, width: int, classes: int) -> LeNet:
     """Return a network for images of height x width x 3."""
+    # the size of the last map, which the classifier reads
     for stride in STRIDES:
         height = -(-height // stride)
         width = -(-width // stride)
@@ -54,7 +55,7 @@ def init_lenet(key: PRNGKeyArray, height: int, width: int, classes: int) -> LeNe
     def draw(key: PRNGKeyArray) -> Array:
         return jax.random.uniform(key, (largest,), minval=-BOUND, maxval=BOUND)
 
-    # one size of draws for all leaves: each further size would take a second to compile
+    # draws of one size for all leaves: every further size takes a second to compile
     draws = jax.vmap(draw)(jax.random.split(key, len(leaves)))
     values = [values[: leaf.size].reshape(leaf.shape) for values, leaf in zip(draws, leaves, strict=True)]
     return jax.tree.unflatten(structure, values)
@@ -71,8 +72,8 @@ def apply_lenet(params: LeNet, image: Float[Array, "h w 3"]) -> Float[Array, " c
 def _patches(x: Float[Array, "h w c"], stride: int) -> Float[Array, "h2 w2 patch"]:
     """Return the 5x5 patches around every stride-th pixel, with zeros outside.
 
-    Matrix products on them have fast second derivatives, which convolutions in a loop
-    have not.
+    With them a convolution is a matrix product. Matching gradients needs second
+    derivatives, which are slow for convolutions in a loop.
     """
     h, w, _ = x.shape
     edge = SIDE // 2
@@ -93,7 +94,8 @@ def gradient_of(params: LeNet, image: Float[Array, "h w 3"], target: Float[Array
 def label_of(gradient: LeNet) -> Int[Array, "*lead"]:
     """Return the class of the image that a gradient was computed from (Zhao et al. 2020).
 
-    The classifier's inputs are positive, so that only the column of this class has
-    a negative sum.
+    A column of the classifier's gradient is its inputs times (probability - target). The
+    inputs are sigmoids, which are positive, so only the column of this class has a
+    negative sum.
     """
     return jnp.argmin(jnp.sum(gradient.kernel, axis=-2), axis=-1)

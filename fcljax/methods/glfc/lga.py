@@ -1,8 +1,8 @@
-"""LGA, the successor of GLFC (Dong et al., TPAMI 2023): what it does differently.
+"""LGA, the successor of GLFC (Dong et al., TPAMI 2023). It differs in three points:
 
-An example's weight is balanced over all earlier tasks and not over old and new alone, the
-distillation is weighted too, and the proxy evaluates a model on features around those of
-the images that it reconstructs.
+an example's weight is balanced over all earlier tasks, and not over old and new only
+the distillation is weighted too
+the proxy evaluates a model on features around those of the reconstructed images
 """
 
 import dataclasses
@@ -22,12 +22,15 @@ from fcljax.parts.server import ServerRound
 from fcljax.parts.task_start import unlabelled
 from fcljax.types import Batch, Method, Task
 
-LEAST_WEIGHT = 0.5  # of an example
+# bounds on the weight of an example (release)
+LEAST_WEIGHT = 0.5
 MOST_WEIGHT = 5.0
-# the squared length of a perturbation over that of its feature, at most
+# largest squared length of a perturbation, relative to that of its feature
 NEAR = 0.1
 PERTURBED = 5  # perturbations of each feature that count, at most
-DRAWN = 20  # perturbations of each feature that are drawn
+# perturbations of each feature that are drawn: the release draws until enough are short,
+# which has no fixed shape
+DRAWN = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,7 @@ def by_tasks(
     """
     learned = memory.current.learned
     index = task.index
+    # a power below 1 brings gaps nearer to each other in early tasks
     gap = jnp.where(index > 0, gap ** (index / (index + 1)), gap)
     is_old = learned[batch.label]
     weight = jnp.where(is_old, 0.0, over_mean(gap, ~is_old & batch.mask))
@@ -123,6 +127,7 @@ def _accuracy(
     image = proxy.training_view(options, learner, monitor, view_key)
     feature = jax.lax.map(features, image.reshape(-1, *image.shape[2:]))
     label = monitor.label.reshape(-1)
+    # noise of squared variance, as in the release
     scale = class_variance(feature, label, monitor.used.reshape(-1), len(task.seen)) ** 2
 
     def of_entry(feature_and_key: tuple[Array, Array], label: Array) -> Float[Array, ""]:
@@ -133,6 +138,7 @@ def _accuracy(
         prediction = jnp.argmax(jnp.where(task.seen, logits, -jnp.inf), axis=-1)
         return jnp.sum((prediction == label) & counts) / jnp.maximum(jnp.sum(counts), 1)
 
+    # plain arrays, since the entries go through `jax.lax.map` with the features
     keys = jax.random.key_data(jax.random.split(noise_key, len(feature)))
     return proxy.mean_over_used(of_entry, (feature, keys), monitor)
 
@@ -160,5 +166,6 @@ def perturbed(
     """
     noise = scale * jax.random.normal(key, (DRAWN, *feature.shape))
     is_short = jnp.sum(noise**2, axis=-1) <= NEAR * jnp.sum(feature**2, axis=-1)
+    # the running number of short ones, which is at most PERTURBED for the first of them
     counts = is_short & (jnp.cumsum(is_short, axis=0) <= PERTURBED)
     return (feature + noise).reshape(-1, feature.shape[-1]), counts.reshape(-1)

@@ -2,8 +2,8 @@
 
 When clients meet a new task they send gradients of prototype images. The proxy infers
 their labels, reconstructs the images by matching gradients, and from then on evaluates
-each merged model on them. It sends the best model so far, and the best one from before
-the gradients came.
+each merged model on them. It sends two models: the best one since these gradients came,
+and the best one before.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from fcljax.pixels import jitter
 from fcljax.types import Network, Task, Weighted
 
 REPORT = "gradients"  # name of the clients' report
-LINE_SEARCH = 10  # evaluations in a step of L-BFGS, at most
+LINE_SEARCH = 10  # most evaluations in a step of L-BFGS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,8 @@ def side_of(options: ProxyOptions, network: Network) -> tuple[int, int]:
 
 
 def shared_lenet(options: ProxyOptions, network: Network, classes: int) -> LeNet:
-    """Return the network whose gradients encode images, from a key known to clients."""
+    """Return the network whose gradients encode images."""
+    # a constant key: clients and proxy need the same network
     return init_lenet(jax.random.key(0), *side_of(options, network), classes)
 
 
@@ -177,6 +178,7 @@ def proxy_server(
         keys = jax.random.split(round.key)
         present = reported.present & round.valid[:, None]
         any_gradient = jnp.any(present)
+        # `cond`: thousands of L-BFGS steps run only in rounds with gradients
         reconstruct = functools.partial(_with_new_images, options, run, round, reported, present, keys[0])
         proxy = jax.lax.cond(any_gradient, reconstruct, lambda proxy: proxy, proxy)
 
@@ -188,6 +190,7 @@ def proxy_server(
         best = jnp.where(resets[options.reset_best], 0.0, proxy.best)
         score = evaluate(round, params, proxy, keys[1])
         merged = _merged_model(round, params)
+        # `>=`, as in the release: of equal scores the newer model counts
         current = one_of(score >= best, merged, proxy.models.current)
         models = proxy.models._replace(current=current)
         proxy = proxy._replace(models=models, best=jnp.maximum(score, best))
@@ -204,7 +207,7 @@ def proxy_server(
 
 
 def _new_proxy(options: ProxyOptions, run: Run, trainable: Params) -> Proxy:
-    """Return the state before the first task, with the radius of LGA's release."""
+    """Return the state before the first task."""
     sizes = run.sizes
     no_classes = jnp.zeros(sizes.classes, bool)
     task_classes = jnp.full(sizes.task_classes, -1, jnp.int32)
@@ -213,10 +216,13 @@ def _new_proxy(options: ProxyOptions, run: Run, trainable: Params) -> Proxy:
     shape = (sizes.clients, sizes.task_classes)
     image = jnp.zeros((*shape, options.monitor_images, *side_of(options, run.network), 3))
     monitor = Monitor(image, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
-    return Proxy(BestModels(no_model, no_model), monitor, jnp.zeros(()), jnp.float32(0.15))
+    # the radius that LGA's release has until the first task's gradients come
+    radius = jnp.float32(0.15)
+    return Proxy(BestModels(no_model, no_model), monitor, jnp.zeros(()), radius)
 
 
 def _merged_model(round: ServerRound, params: Params) -> OldModel:
+    # in the types of the state, whose task came from Python numbers
     task = jax.tree.map(jnp.asarray, round.task)
     task = task._replace(index=task.index.astype(jnp.int32), classes=task.classes.astype(jnp.int32))
     return OldModel(round.learner.trainable(params, round.task), task)
@@ -232,6 +238,7 @@ def _with_new_images(
     proxy: Proxy,
 ) -> Proxy:
     """Replace all images by new ones; the best model so far becomes the previous one."""
+    # one client after the other: each reconstruction has an L-BFGS state of its own
     keys = jax.random.split(key, len(present))
     label = label_of(reported.gradient)
     lenet = shared_lenet(options, run.network, run.sizes.classes)
@@ -303,6 +310,7 @@ def match_gradient(
         return optax.tree.norm(difference, squared=True)
 
     start = jax.random.normal(key, (*side, 3))
+    # nearer to an image's pixels in [0, 1], so fewer steps suffice
     if options.match_start == "grey":
         start = 0.5 + 0.1 * start
     states = options.monitor_images
@@ -315,6 +323,7 @@ def match_gradient(
             gradient, optimiser, image, value=value, grad=gradient, value_fn=distance
         )
         image = optax.apply_updates(image, update)
+        # a ring buffer of the last states
         return image, optimiser, images.at[i % states].set(image)
 
     images = jnp.broadcast_to(start, (states, *start.shape))
