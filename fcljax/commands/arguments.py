@@ -105,12 +105,13 @@ def parse(
     if completing():
         import argcomplete
 
-        # the words that come before the parser's
+        # how many words argcomplete skips: the parser begins behind `fcljax run METHOD`
         os.environ["_ARGCOMPLETE"] = str(1 + len(command))
         argcomplete.autocomplete(parser, always_complete_options=False)
     fields = {field.name: field for group in groups.values() for field in fields_of(type(group))}
     # --batch_size is understood as --batch-size
     spelled = [re.sub("^--[\\w-]+", lambda match: flag(match[0][2:]), word) for word in arguments]
+    # known ones only: argparse's error for an unknown option would not name the nearest
     try:
         namespace, rest = parser.parse_known_args(spelled)
     except argparse.ArgumentError as error:
@@ -119,7 +120,7 @@ def parse(
         typed = rest[0].partition("=")[0]
         name = typed.removeprefix("--").replace("-", "_")
         defaults = {name: value for group in groups.values() for name, value in vars(group).items()}
-        # an option of a choice that is not chosen is no unknown one
+        # it may be an option of a choice that was not made; then this says which one
         check_unread(fields, {name: ""}, defaults, (name,))
         known = (flag(name) for name in fields if name != "method")
         raise InputError(f"option: unknown option {typed!r}; {nearest(typed, known)}")
@@ -131,7 +132,7 @@ def parse(
             continue
         if isinstance(value, str) and not value.strip():
             raise InputError(f"{name}: the value is empty; give one, or leave out {flag(name)}")
-        # argparse has made a switch True or False
+        # everything but a switch is still text
         if not isinstance(value, bool):
             value = config.typed_value(name, fields[name].type, value)
         values[name] = value
@@ -176,7 +177,7 @@ def typed_options(arguments: Sequence[str]) -> dict[str, str]:
             value = following
         name = name.removeprefix("--").replace("-", "_")
         values[name] = value
-        # what is switched off is typed as well
+        # --no-augment gives the option `augment` too
         values[name.removeprefix("no_")] = value
     return values
 
@@ -202,7 +203,7 @@ class _Help(argparse.HelpFormatter):
     """Help whose lines end between words, and that shows a switch by its first form."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        # an --option stays whole
+        # a broken --option could not be copied
         return textwrap.wrap(text, width, break_on_hyphens=False)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
@@ -237,8 +238,9 @@ def _parser(
         texts = help_of(type(options))
         for field in _in_order(options):
             text = texts.get(field.name, "")
+            # hidden from the help, but parsed, so that an error can say what would read
+            # it
             if not is_read(field, options):
-                # it is parsed all the same, so that an error can say what would read it
                 text = argparse.SUPPRESS
             _add(group, field, getattr(options, field.name), text)
     return parser
@@ -246,7 +248,7 @@ def _parser(
 
 def _in_order(options: object) -> list[dataclasses.Field]:
     """Return the fields as the help lists them: options of a choice stand behind it."""
-    # the method is named before the options
+    # the method is a word of its own, not an option
     fields = {field.name: field for field in fields_of(type(options)) if field.name != "method"}
     names = (*getattr(options, "order", ()), *fields)
     return [fields[name] for name in dict.fromkeys(names) if name in fields]
@@ -266,8 +268,8 @@ def _add(group: argparse._ArgumentGroup, field: dataclasses.Field, default: obje
     metavar = METAVARS.get(_kind(field), "TEXT")
     if choices:
         metavar = "{" + ",".join(choices) + "}"
+        # too long for a line of its own: the values follow in the text
         if len(f"  {flag(name)} {metavar}") > 2 * HELP_COLUMN:
-            # too long for a line of its own
             metavar = "NAME"
             text = f"{text} Values: {', '.join(choices)}."
     text = _with_default(text, shown_default(field, default))
@@ -368,7 +370,7 @@ def print_rows(rows: Sequence[tuple[str, object]]) -> None:
 def new_folder(*parts: str) -> str:
     """Return a folder in runs/ that no other command has: the parts of its name, the
     time, and a random number."""
-    # two runs may begin in the same second, and clocks may be set back
+    # the random number: two runs may begin in the same second, and clocks are set back
     return "runs/" + "-".join([*parts, time.strftime("%Y%m%d-%H%M%S"), secrets.token_hex(3)])
 
 

@@ -47,13 +47,14 @@ def compare(arguments: list[str]) -> int:
     else:
         out = Path(folders[0]).parent / "accuracy.png"
         html = out.with_name(page.NAME)
+    # --out report.html: the figure's format would be wrong, and the report overwrite it
     if html == out:
         raise InputError(
             f"out: {str(out)!r} is the report's name, and --out names the figure; "
             f"nearest: {str(html.with_suffix('.png'))!r}"
         )
     figures.check_format(out)
-    # a page of ours may be replaced, notes of the user may not
+    # a report of ours may be replaced, a page that the user has written may not
     if html.exists() and not page.is_page(html):
         raise InputError(
             f"out: {str(html)!r} is another file, and the report would replace it; give another --out"

@@ -21,6 +21,7 @@ def completion(arguments: list[str]) -> int:
         raise InputError(f"shell: unexpected argument {shells[1]!r}; try: fcljax completion {shells[0]}")
     shell = choose("shell", shells[0], SHELLS)
 
+    # after the checks: an error needs no import
     import argcomplete
 
     print(argcomplete.shellcode(["fcljax"], shell=shell))

@@ -59,6 +59,8 @@ def _data_list(arguments: list[str]) -> int:
     about = "List data sets and whether this machine has them."
     _, options = parsed(DataListOptions(), arguments, ["data", "list"], about)
 
+    # imported behind the parser, here and in the other commands: help and completion
+    # start at once
     from fcljax.data.files.sources import data_folder, known_datasets
 
     title = f"data sets in {data_folder(options.data_dir)}"
@@ -96,6 +98,8 @@ def _data_prepare(arguments: list[str]) -> int:
 
 def _data_show(arguments: list[str]) -> int:
     about = "Draw images, and the classes of each client's partition."
+    # the partition decides which options there are, so it is read before the parser is
+    # made
     usual = with_options(ShowOptions(), chosen_in(arguments))
     options = config.partitioned(_named(usual, arguments, "show", about), usual)
 
@@ -108,7 +112,7 @@ def _data_show(arguments: list[str]) -> int:
 def _named(options: Value, arguments: list[str], command: str, about: str) -> Value:
     """Parse a data set's name and the options after it; the name becomes one of them."""
     words = Words("NAME", tuple(datasets()))
-    # the help lists the options of this data set
+    # the data set decides which options are read, and so what the help lists
     if arguments and not arguments[0].startswith("-"):
         options = replaced(options, dataset=arguments[0])
     names, filled = parsed(options, arguments, ["data", command], about, words)

@@ -32,6 +32,7 @@ def export(arguments: list[str]) -> int:
     (run,) = words
     folder = options.out or str(Path(run) / "export")
 
+    # imports JAX, which the help does without
     from fcljax.api import Result
 
     lines = Result.of(run).export(folder, options.network)

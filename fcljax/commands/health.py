@@ -37,11 +37,13 @@ def doctor(arguments: list[str]) -> int:
     if is_healthy:
         exit_code = 0
     console = Console()
+    # for scripts: one object on standard output, and nothing else
     if options.json:
         values = [finding._asdict() for finding in findings]
         print(json.dumps({"healthy": is_healthy, "findings": values}, indent=2))
         return exit_code
     for section, members in groupby(findings, lambda finding: finding.section):
+        # new_table needs names for the columns; the section's title is header enough
         table = new_table("", "", "found", "to do", title=section)
         table.show_header = False
         for finding in members:

@@ -66,6 +66,7 @@ def leaderboard(arguments: list[str]) -> int:
         return 0
     out = Path(options.resume or options.out or new_folder("leaderboard", slug(files[0])))
     command = _command(files[0], options)
+    # printed if a signal ends the work, once there is something to resume
     again = f"{command} --resume {shlex.quote(str(out))}"
     ways = Ways([None] * options.jobs, options=passed_on(options))
     with signals.advised(lambda: f"resume with: {again}" if (out / work.PLAN).exists() else ""):
@@ -91,6 +92,7 @@ def _base(text: str) -> dict[str, str]:
 
 def _command(file: str, options: LeaderboardOptions) -> str:
     """Return the command without its folder."""
+    # without --jobs too, which changes no number of the page that names this command
     words = ["fcljax", "leaderboard", file]
     if options.methods:
         words += ["--methods", options.methods]

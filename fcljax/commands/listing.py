@@ -31,11 +31,13 @@ def list_(arguments: list[str]) -> int:
         name: f"features of width {net.width}, {net.image_size} px; random values without --checkpoint"
         for name, net in CONVNETS.items()
     }
+    # names that are no fixed ones: timm's and the hub's
     backbones["NAME.TAG or OWNER/NAME"] = "weights of timm or the hub; `fcljax weights get` downloads them"
     methods = [(name, entry.adapter, entry.summary) for name, entry in METHODS.items()]
     adapters = {name: entry.summary for name, entry in ADAPTERS.items()}
     incompatible = []
     for name, entry in METHODS.items():
+        # a line for each reason, since a method mostly excludes several adapters for one
         adapters_by_reason: dict[str, list[str]] = {}
         for adapter, why in entry.excludes.items():
             adapters_by_reason.setdefault(why, []).append(adapter)

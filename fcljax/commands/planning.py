@@ -41,12 +41,15 @@ def plan(arguments: list[str]) -> int:
 
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # the compilers' plugins look for chips that are not here
+    # before any array is made: otherwise the compilers' plugins look for chips that are
+    # not here
+    jax.config.update("jax_platforms", "cpu")
     from fcljax.checks import plan as planned
     from fcljax.checks.chips import CHIPS
     from fcljax.errors import choose
 
     choose("chip", options.chip, CHIPS)
+    # a data set of this size that has no images, in place of one that is not here
     stand = None
     if options.images:
         stand = planned.Stand(options.images, options.num_classes, options.side)
@@ -80,6 +83,8 @@ def plan(arguments: list[str]) -> int:
 
 def _show_state(exp: Any, state: Any, options: PlanOptions) -> int:
     """Print what the engine holds on each of many chips."""
+    # of the first of the method's rounds, in which clients usually train; 0 if it has
+    # none
     slots = sum(player.capacity.slots for player in exp.engine.players[:1]) * options.chips
     if options.json:
         print(json.dumps({"state": state._asdict(), "total": state.total, "slots": slots}, indent=2))
@@ -104,6 +109,7 @@ def lines(estimate: Any, name: str) -> list[str]:
     chosen = estimate.settings
     share = estimate.memory / chip.memory
     shortest, longest = (_time(factor * estimate.run_seconds) for factor in chip.rates.uncertainty)
+    # the reader must know whether the time rests on measurements
     basis = "assumed for it"
     if chip.rates.measured:
         basis = "measured on it"

@@ -100,6 +100,7 @@ def _image_files(named: Sequence[str]) -> tuple[list[Path], str]:
                 raise InputError(f"images: there is no file or folder {name!r}")
             files.append(path)
             continue
+        # a file that was named is read whatever its suffix; of a folder only images are
         inside = sorted(file for file in path.rglob("*") if file.is_file())
         files += [file for file in inside if is_image(file.name)]
         left_out += [str(file) for file in inside if not is_image(file.name)]
@@ -122,6 +123,7 @@ def _predictions(
         batch = files[start : start + BATCH]
         with quiet():
             pixels = [_pixels(path) for path in batch]
+        # a softmax, shifted by the largest logit so that exp cannot overflow
         logits = model.scores(pixels, preprocess=True)
         shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
         probability = shifted / shifted.sum(axis=-1, keepdims=True)
@@ -138,6 +140,7 @@ def _pixels(path: Path) -> UInt8[np.ndarray, "H W 3"]:
     """
     from fcljax.data.files.images import decode
 
+    # the decoder names its own option, `dataset`, which this command does not have
     try:
         return decode(path, str(path)).pixels
     except InputError as error:

@@ -32,6 +32,7 @@ def report(arguments: list[str]) -> int:
 
     from fcljax.results import page
 
+    # before the report, which shows the numbers as they are now
     warn_of_changes(folders)
     say(Console(), f"report: {page.report(folders, options.out)}")
     return 0

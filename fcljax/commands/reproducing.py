@@ -58,6 +58,7 @@ def reproduce(arguments: list[str]) -> int:
     columns = papers.find_columns(options.experiments or papers.FOLDER, *names)
     plan = work.plan(columns, options.scale, options.seeds, options.row)
     console = Console()
+    # commands of one row are for copying; those of a whole table would be hundreds
     if options.dry_run:
         console.print(sweeps.plan_table(plan.runs))
         for run in plan.runs if options.row else []:
@@ -85,6 +86,7 @@ def _show(
     rows = work.results(plan, outcomes, out)
     work.write(plan, rows, outcomes, out, lambda line: say(console, line))
     console.print(work.terminal_table(plan, rows))
+    # the paper's order of its rows, beside ours
     pairs = tables.orderings(rows)
     lines = [
         *work.notes_of(plan)[1:],
@@ -110,6 +112,7 @@ def _device() -> str:
 def _command(arguments: list[str], out: Path) -> str:
     """Return the command that resumes a folder: the same without --out and --resume,
     which may stand as one word or two."""
+    # --out FOLDER are two words, --out=FOLDER is one
     words = []
     remaining = list(arguments)
     while remaining:

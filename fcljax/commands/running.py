@@ -29,7 +29,8 @@ from fcljax.runs import signals
 from fcljax.settings import HostOptions
 from fcljax.terminal import add_row, say
 
-# options that decide the defaults of others; and so do all choices
+# Options that decide the defaults of others, as all choices do. They are read before the
+# parser is made, so that the help shows the values that would run.
 DECIDING = ("adapter", "fidelity", "scale", "backbone", "checkpoint")
 
 
@@ -57,6 +58,8 @@ def run(arguments: list[str]) -> int:
     typed, paths, host_options = _read(arguments)
     from fcljax.runs import hosts
 
+    # settings are resolved here too, although the child reads them again: an error is one
+    # line before any process starts
     hosts.check_hosts(host_options)
     resolved = settings(arguments[0], typed, paths)
     if host_options.coordinator is None:
@@ -76,6 +79,7 @@ def run_as_process(arguments: list[str], log: TextIO) -> int:
     with hosts.joined(host_options, log):
         processes = hosts.Hosts.connected()
         resolved = processes.agree(lambda: settings(arguments[0], typed, paths))
+        # without a wish the run takes all devices of all processes
         wanted_devices = typed.get("devices")
         if paths.resume or resolved.devices > 1:
             wanted_devices = resolved.devices
@@ -83,6 +87,7 @@ def run_as_process(arguments: list[str], log: TextIO) -> int:
         resolved = dataclasses.replace(resolved, devices=devices)
         out = processes.from_first(lambda: paths.resume or paths.out or _folder(resolved))
         hosts.report_folder(out, log)
+        # a process that resumes beside others that begin would wait for them for ever
         same = {"resume": paths.resume is not None, "stop_signal": paths.stop_signal}
         processes.check_same({"options": same})
         return _play(resolved, paths, out)
@@ -102,6 +107,7 @@ def _read(
       InputError: as `parse`, or if the arguments do not begin with a method.
     """
     besides = {**(of_command or {}), "files": Paths(), "hosts": HostOptions()}
+    # no method, no options of its own: the help shows what all methods share
     if not arguments or arguments[0].startswith("-"):
         shared = {"run": config.RunConfig(), **besides}
         parse(
@@ -158,6 +164,7 @@ def _play(resolved: config.RunConfig, paths: Paths, out: str) -> int:
     from fcljax.runs.summary import learned_nothing
 
     is_first = hosts.Hosts.connected().first  # of the processes: the one that prints
+    # a run that has learned nothing has no error, but must not look like a success
     resume = paths.resume is not None
     failed = False
     console = Console(quiet=not is_first)
@@ -223,6 +230,7 @@ def check(arguments: list[str]) -> int:
     """Run `fcljax check METHOD [options]`, which tests the invariants that every method
     must satisfy; exit code 1 if one does not hold."""
     typed, paths = read_alone(arguments, "check")
+    # small enough for seconds, and with several steps, batches and clients to tell apart
     resolved = settings(arguments[0], {"clients": 4, "batch_size": 4, "epochs": 2, **typed}, paths)
     keep_compiled(paths.compile_cache)
 
@@ -277,14 +285,16 @@ def parse_run(
         values = config.load_yaml(source)
     deciding = {name: typed[name] for name in (*DECIDING, *CHOICES) if name in typed}
     if completing():
-        # the last word may be the beginning of a name
+        # the last word may be the beginning of a name, which is no choice yet
         deciding = {name: value for name, value in deciding.items() if value in CHOICES.get(name, (value,))}
+    # a network of tables has no attention, and another adapter than the method's
     attention = config.has_attention(values | typed)
     adapter = deciding.get("adapter") or values.get("adapter") or config.usual_adapter(method, attention)
     if not attention:
         deciding["adapter"] = adapter
     choices = config.choices_of(method, values | deciding)
     groups = config.option_groups(method, adapter, choices)
+    # only help resolves the settings now: errors in them come later, from what was parsed
     if {"-h", "--help"} & set(arguments):
         reading = set().union(*map(deciders, groups.values()))
         deciding |= {name: typed[name] for name in reading if name in typed}
@@ -342,6 +352,7 @@ def settings(method: str, typed: dict[str, Any], paths: Paths) -> config.RunConf
         if paths.resume:
             typed_as = "resume"
         raise InputError(f"{typed_as}: {source!r} has settings of method {name!r}, not of {method!r}")
+    # a file's values are fixed: with another --scale they would belong to the old one
     of_mini = find_method(method).presets["intended"].mini
     fixed = [option for option in of_mini if option in values]
     if fixed and not paths.resume and typed.get("scale", "auto") not in ("auto", values.get("scale")):

@@ -110,8 +110,8 @@ def ways_of(options: SweepOptions, file: str, runs: list) -> Any:
             engines.extra("ray", "ray")
         elif options.engine != "local":
             engines.extra("submitit", "slurm")
-    # this machine makes one run at a time, where
-    # others queue as many as they cannot start
+    # Runs of one machine share its cores and memory, so one at a time is the default.
+    # Ray and Slurm get all of them, and queue what they cannot start.
     at_a_time = options.jobs or (1 if options.engine == "local" else len(runs))
     slots = [None] * at_a_time
     if devices:
@@ -139,6 +139,7 @@ def _devices(options: SweepOptions, runs: list) -> list[str]:
     if options.devices is None:
         return []
     names = [name.strip() for name in options.devices.split(",")]
+    # numbers, or the UUIDs that nvidia-smi -L lists
     if len(set(names)) < len(names) or not all(
         re.fullmatch(r"\d{1,3}|(GPU|MIG)-[\w/-]+", name) for name in names
     ):
@@ -147,6 +148,7 @@ def _devices(options: SweepOptions, runs: list) -> list[str]:
         raise InputError(f"devices: --engine {options.engine} assigns devices to runs; leave out --devices")
     if os.environ.get("JAX_PLATFORMS", "").lower() in ("cpu", "tpu"):
         raise InputError(f"devices: JAX_PLATFORMS is {os.environ['JAX_PLATFORMS']!r}, which uses no GPU")
+    # each run sees its own GPU and no other
     several = next((run for run in runs if run.cfg.devices > 1), None)
     if several:
         raise InputError(

@@ -54,6 +54,7 @@ def tune(arguments: list[str]) -> int:
     trials = typed.get("trials")
     options = pop_options(TuneOptions(), typed)
     check_ranges(options)
+    # other ranges or settings would make the stored trials mean something else
     if options.resume:
         if pairs or typed or options.out or options.config:
             raise InputError("resume: the study already has ranges and settings; give only --trials")
@@ -66,8 +67,8 @@ def tune(arguments: list[str]) -> int:
         shared = {}
         if options.config:
             shared = config.load_yaml(options.config)
-        # a range replaces the file's value; beside a value on the command line
-        # parse_range refuses it
+        # a range takes the place of the file's value; a value that was typed beside a
+        # range is refused by `parse_range`
         for name in ("method", *(name.replace("-", "_") for name, _ in pairs)):
             shared.pop(name, None)
         shared |= typed

@@ -1,4 +1,4 @@
-"""`fcljax watch RUN_DIR`."""
+"""Run the command `fcljax watch RUN_DIR`."""
 
 import dataclasses
 
@@ -35,6 +35,7 @@ def watch(arguments: list[str]) -> int:
     from fcljax.results.watch import watch as watch_runs
     from fcljax.runs import signals
 
+    # Ctrl-C is how this command ends, so it prints no message
     try:
         watch_runs(folders[0], Console(), options.every, options.once, signals.pause)
     except KeyboardInterrupt as stop:

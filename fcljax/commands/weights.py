@@ -72,6 +72,7 @@ def embed(arguments: list[str]) -> int:
 
     about = "Compute a data set's frozen features, as .npz and for later runs."
     options, cache = _parsed(EmbedConfig(), arguments, "embed", about)
+    # for the file's name
     backbone = options.backbone
     if backbone == "auto":
         backbone = Path(options.checkpoint or "vit_micro").stem
@@ -103,6 +104,7 @@ def pretrain_decoder(arguments: list[str]) -> int:
     about = "Train a masked autoencoder's decoder for a frozen encoder."
     options, cache = _parsed(PretrainDecoderConfig(), arguments, "pretrain-decoder", about)
     keep_compiled(cache)
+    # before the first checkpoint there is nothing to resume
     checkpoints = Path(options.out).with_suffix(".checkpoints")
     with signals.advised(lambda: "resume with the same command and --resume" if checkpoints.exists() else ""):
         print_rows(list(train(options).items()))

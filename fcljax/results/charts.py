@@ -47,7 +47,8 @@ def inline(
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fcljax"}), warnings.catch_warnings():
-        # a name in letters that the font lacks
+        # matplotlib warns of each letter that its font lacks, such as in a user's class
+        # name
         warnings.filterwarnings("ignore", message="Glyph")
         figure.savefig(buffer, format="svg")
     drawing = ElementTree.fromstring(buffer.getvalue())
@@ -56,7 +57,7 @@ def inline(
     markers = {f"#{path.get('id')}": path for path in drawing.iterfind(".//{*}defs/{*}path")}
     for element in drawing.iter():
         _to_html(element, markers)
-    # a list, since removing a child while iterating skips its neighbour
+    # lists: to remove a child while iterating would skip its neighbour
     for parent in list(drawing.iter()):
         for child in list(parent):
             if child.tag in ("metadata", "defs"):
@@ -118,7 +119,7 @@ def dots(
     axes.grid(axis="x", color=figures.GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     figures.open_frame(axes)
-    # a diamond has the shortest path: a page may have thousands
+    # diamonds have the shortest paths, and a page may have thousands of them
     dot = {"marker": "D", "linestyle": "", "color": PALETTE[0], "alpha": 0.5, "markeredgewidth": 0}
     titles = {}
     for i, (name, values) in enumerate(rows.items()):

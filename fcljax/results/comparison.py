@@ -20,8 +20,9 @@ from fcljax.terminal import add_row, duration, new_table
 
 # what runs should share to be compared
 SETUP = ("dataset", "backbone", "fidelity")
-# settings that decide where and how fast a run is made, and its numbers by rounding at
-# most; and the method, which has a name of its own in a summary
+# Settings by which runs may differ and still be one group: where and how fast they are
+# made, which changes numbers by rounding at most, and the seed. The method stands in
+# the summary.
 ASIDE = {field.name for field in dataclasses.fields(EngineConfig)} | {
     "method",
     "seed",
@@ -157,7 +158,8 @@ def differences_table(groups: list[Group]) -> Table:
 def differences(groups: list[Group]) -> list[tuple[str, int, str, str]]:
     """Return the rows of `differences_table`: name of the other group, number of seeds,
     A_avg and A_last."""
-    # paired by seed: without the same seeds on both sides there are no pairs
+    # runs of one seed share partition and class order, so their difference varies less
+    # than either of them; without the same seeds on both sides there are no pairs
     reference, *rivals = groups
     seeds = [run["seed"] for run in reference.runs]
     return [
@@ -186,7 +188,8 @@ def groups_of(summaries: list[Summary]) -> list[Group]:
         by_settings.setdefault(key, []).append(run)
     grouped: list[list[Summary]] = []
     for runs in by_settings.values():
-        # a seed twice: something else differs, such as the code of a method
+        # otherwise something that the summary does not show differs, such as a method's
+        # code
         if len({run["seed"] for run in runs}) == len(runs):
             grouped.append(sorted(runs, key=lambda run: run["seed"]))
         else:
@@ -246,8 +249,8 @@ def megabytes_text(sizes: Sequence[Number | None]) -> str:
     alone where all are equal, and a dash where a value is missing."""
     valid = [size for size in sizes if size is not None]
     if len(valid) < len(sizes):
-        # all seeds send the same, unless clients are drawn
         return "-"
+    # most seeds send the same; only sampled clients make them differ
     mean, deviation = over_seeds(np.array(valid, float))
     if deviation > 0:
         return f"{megabytes(mean)}±{megabytes(deviation)}"
@@ -269,9 +272,9 @@ def megabytes(count: Number) -> str:
     return f"{count / 1e6:.2g}"
 
 
-# sections that a run has not reached are None
 def total_seconds(run: Summary) -> Number:
     """Return the seconds that all parts of a run took, compiling included."""
+    # None for a part that was not timed
     return sum(seconds or 0 for seconds in run["time"].values())
 
 
@@ -293,7 +296,7 @@ def _distinct_names(labels: list[str], grouped: list[list[Summary]]) -> list[str
         names.append(name)
     seeds = [f"seed {run['seed']}" for run in samples]
     numbers = [f"run {i + 1}" for i in range(len(samples))]
-    # the seed tells most runs apart; the number of the run tells all
+    # seeds tell most groups of one name apart, and numbers the rest
     for suffixes in (seeds, numbers):
         names = [
             f"{name}, {suffix}" if names.count(name) > 1 else name

@@ -25,8 +25,8 @@ from fcljax.errors import InputError, one_line
 from fcljax.files import atomic
 from fcljax.results.run_folder import Number
 
-# Okabe and Ito's, distinct under the common colour
-# blindnesses, without its yellow: too faint on white
+# Okabe and Ito's colours, which are distinct under the common colour blindnesses; without
+# their yellow, which is too faint on white
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = "osD^vPX<>p"
 LINES = ("-", "--", ":", "-.")
@@ -74,7 +74,8 @@ def save(path: str | Path, figure: Figure) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     settings = {"svg.hashsalt": "fcljax"}  # or the ids of an SVG are random
     with atomic(path) as temporary, warnings.catch_warnings(), matplotlib.rc_context(settings):
-        # a name in letters that the font lacks
+        # matplotlib warns of each letter that its font lacks, such as in a user's class
+        # name
         warnings.filterwarnings("ignore", message="Glyph")
         figure.savefig(temporary, format=form, metadata=FORMATS[form])
     return path
@@ -99,6 +100,7 @@ def accuracy_curve(
     axes = figure.add_subplot()
     longest = max((len(values) for values in runs.values()), default=0)
     for i, (name, values) in enumerate(runs.items()):
+        # one point among curves would say that the run knows only the first task
         percent = 100 * np.asarray(values, float)
         if len(percent) == 1 < longest:
             axes.axhline(percent[0], label=words(name), gid=f"curve c{i}", **level_style(i))
@@ -198,6 +200,7 @@ def accuracy_matrix(matrix: Sequence | np.ndarray) -> Figure:
     image = axes.imshow(np.ma.masked_invalid(percent), cmap="viridis", vmin=0, vmax=100)
     if tasks <= MAX_NUMBERED_TASKS:
         for t, i in np.argwhere(~np.isnan(percent)):
+            # viridis is dark below and bright above
             ink = "white"
             if percent[t, i] > 55:
                 ink = "black"

@@ -43,17 +43,16 @@ def confusion_matrix(
         wrong = ids[(ids < lowest) | (ids >= num_classes)]
         if wrong.size:
             raise InputError(f"{field}: class {wrong[0]} is outside {lowest}..{num_classes - 1}")
-    # one bincount of (true, predicted) pairs; a prediction of -1 falls into the last
-    # column by the remainder
+    # pairs of classes as one number; the remainder brings -1 to the last column
     columns = num_classes + 1
     pair = label.astype(np.int64) * columns + prediction % columns
     return np.bincount(pair, minlength=num_classes * columns).reshape(num_classes, columns)
 
 
 def unpredicted(confusion: Integer[np.ndarray, "C columns"]) -> int:
-    # counts of older checkpoints have no column for examples without a prediction
     """Count the examples without a prediction; 0 for [C, C] counts, which older
     checkpoints have."""
+    # the columns behind those of the classes: one, or in older checkpoints none
     return int(confusion[:, len(confusion) :].sum())
 
 
@@ -129,7 +128,7 @@ def client_accuracy(
 def worst(values: Sequence[float | None], share: float = 0.1) -> float | None:
     """Return the mean of the lowest values, a share of all and one at least; None
     without values."""
-    # clients that have learned nothing have no accuracy, and are no worst clients
+    # a client that has learned nothing has no accuracy, and does not count as the worst
     ordered = sorted(value for value in values if value is not None)
     lowest = ordered[: max(1, math.ceil(share * len(ordered)))]
     if lowest:
@@ -176,8 +175,7 @@ def calibration(
     has_prediction = ~np.isnan(confidence)
     right = right[has_prediction]
     confidence = confidence[has_prediction]
-    # a bin includes its upper edge, so that a
-    # confidence of 1 is in the last one (Guo et al.)
+    # ceil - 1: a bin includes its upper edge, so a confidence of 1 is in the last one
     bin_of = np.clip(np.ceil(confidence.astype(float) * bins).astype(int) - 1, 0, bins - 1)
     examples = np.bincount(bin_of, minlength=bins)
     mean_confidence, accuracy = (
@@ -313,7 +311,7 @@ def paired_difference(
     count = len(difference)
     if count < 2:
         raise InputError(f"seeds: {count} pairs of runs have no confidence interval; nearest: 2")
-    # a fifth of `fcljax compare`, which needs it for several seeds alone
+    # scipy takes a fifth of the time of `fcljax compare`, and only several seeds need it
     from scipy.special import stdtrit
 
     half = stdtrit(count - 1, (1 + level) / 2) * difference.std(ddof=1) / np.sqrt(count)

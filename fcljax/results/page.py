@@ -46,13 +46,13 @@ def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Pat
         path = Path(run_dirs[0]) / NAME
     else:
         path = Path(run_dirs[0]).parent / NAME
-    # a folder, or a file of another kind, is a typing error rather than a name
+    # the name of a folder or of a figure is more likely a slip than a wish
     if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
         raise InputError(
             f"out: {str(path)!r} is not a page's name; nearest: {str(path.with_suffix('.html'))!r}"
         )
     folders = [folder for run_dir in run_dirs for folder in run_folders(run_dir)]
-    # all summaries are read before anything is written
+    # read all summaries first: an error in one must not leave half a report
     text = render({str(folder): load_summary(folder) for folder in folders}, run_dirs)
     check_folder(path.parent)
     write_text(path, text)
@@ -90,14 +90,15 @@ def render(runs: Mapping[str, Summary], run_dirs: Sequence[str | Path]) -> str:
       runs: folder -> its summary.
       run_dirs: as the user named them, for the command that makes the page.
     """
-    # the page loads nothing: its policy names the hash of its only script
-    from fcljax.results.page_parts import sections_of  # imports matplotlib, which takes a second
+    # imports matplotlib, which takes a second
+    from fcljax.results.page_parts import sections_of
 
-    # style and script stand in the page with their hashes, so a browser runs no other
+    # The page's policy names the hashes of its style and script, so a browser runs
+    # nothing else, whatever a stranger's run directory brings in.
     style = _asset("page.css")
     script = _asset("page.js")
-    # a user's text is escaped, and what no file in
-    # UTF-8 can hold is written with backslashes
+    # A user's text is escaped. What UTF-8 cannot hold, such as half a surrogate pair, is
+    # written with backslashes.
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,

@@ -97,7 +97,7 @@ def sections_of(summaries: Sequence[Summary], page_command: str) -> list[Section
 
 def _derived(run: Summary) -> dict[str, Number | None]:
     """Compute what the tables show and no key of a summary has."""
-    # None: clients without examples of the seen classes
+    # None for a client without examples of the seen classes
     accuracies = of_clients(run)
     valid = [value for value in accuracies if value is not None]
     client_mean = None
@@ -111,7 +111,7 @@ def _derived(run: Summary) -> dict[str, Number | None]:
     }
     for key in ("upload_bytes", "download_bytes"):
         once_a_task = run.get("communication_extra")
-        # None if one exchange is unknown: a sum of the others would be too small
+        # a run of an earlier version does not say, and 0 would be wrong
         total = None
         if once_a_task is not None:
             total = sum(exchange[key] for exchange in once_a_task.values())
@@ -130,7 +130,7 @@ def percent_cell(fractions: Sequence[Number | None]) -> Cell:
 def number_cell(values: Sequence[Number | None], digits: int = 1) -> Cell:
     """Return mean and standard deviation of numbers; a dash where one is missing."""
     text = over_seeds_text(values, digits)
-    # the dash is decided by the text, so that the cell's value cannot say otherwise
+    # one decision on what is missing, which `over_seeds_text` makes
     if text == NONE:
         return Cell(text)
     return Cell(text, float(np.array(values, float).mean()))
@@ -314,7 +314,7 @@ def _forgetting(groups: list[Group]) -> Section:
 
 def _matrix(group: Group) -> PageTable:
     """Return the accuracy matrix [task learned, task tested], mean over seeds."""
-    # mean over seeds before rounding
+    # None of an unlearned task becomes NaN, also in the mean over seeds
     accuracies = 100 * np.array([run["accuracy"] for run in group.runs], float).mean(0)
     rows = [
         [f"After task {t + 1}", *(heat_cell(value, 100) for value in row)]
@@ -428,7 +428,7 @@ def _costs(groups: list[Group]) -> Section:
     )
     points = {}
     for row, group in zip(table.rows, groups, strict=True):
-        # the points are the numbers of the table, so both always agree
+        # taken from the table, so that chart and table cannot disagree
         accuracy, upload, download = (cell.value for cell in row[1:4])
         if accuracy is not None and upload is not None and download is not None:
             points[group.name] = (upload + download, accuracy)

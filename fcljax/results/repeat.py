@@ -37,10 +37,13 @@ def names_to_give(settings: dict[str, Any]) -> list[str] | None:
         run = config.from_mapping(settings["method"], values, "settings")
         return config.plain(config.resolve(run))
 
+    # these two decide the defaults of others, so they are always given
     chosen = {name: settings[name] for name in ("adapter", "fidelity") if name in settings}
     try:
         defaults = resolved(chosen)
         given = chosen | {name: value for name, value in settings.items() if defaults.get(name) != value}
+        # proved, not assumed: a command that leads elsewhere would be worse than a long
+        # one
         if resolved(given) == settings:
             return list(given)
         return None

@@ -15,6 +15,7 @@ from fcljax.results.summary_fields import checked_line, wrong_field
 Summary = dict[str, Any]  # the content of a summary.json
 Number = float | int
 
+# Files of a finished run. They may be a stranger's, so sizes are limited before reading.
 DIGESTS = "digests.json"  # sha256 of what a finished run wrote
 CONFUSION = "confusion.csv"
 PREDICTIONS = "predictions.csv"
@@ -68,7 +69,7 @@ def changed_files(run_dir: str | Path) -> list[str]:
     warnings = []
     for name in SEALED:
         digest = _sha256(Path(run_dir) / name)
-        # what needs a missing file reports it, or makes it again
+        # a file that is missing is reported by whoever needs it, or made again
         if digest and digest != sealed.get(name):
             file = Path(run_dir) / name
             warnings.append(f"warning: {file} has changed since the run: its sha256 differs")
@@ -99,8 +100,8 @@ def load_summary(run_dir: str | Path) -> Summary:
         summary = json.loads(read_text(path, MAX_SUMMARY_BYTES))
     except OSError as error:
         raise InputError(f"run: cannot read {str(path)!r}: {error.strerror or error}") from None
+    # ValueErrors of JSON and of UTF-8; RecursionError where it is nested too deep
     except (ValueError, RecursionError) as error:
-        # JSONDecodeError and UnicodeDecodeError; nested too deep
         raise InputError(f"run: {str(path)!r} is not JSON ({error})") from None
     if not isinstance(summary, dict):
         raise InputError(f"run: {str(path)!r} lacks every field: it is not a JSON object")
@@ -133,10 +134,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     except OSError:
         return []
     lines = []
+    # behind the last line break there is nothing, or a line that is being written
     for line in content.split(b"\n")[:-1]:
+        # a damaged line is skipped: `watch` must go on
         try:
             value = checked_line(json.loads(line), SHARES)
-        except (ValueError, RecursionError):  # damaged
+        except (ValueError, RecursionError):
             continue
         if value is not None:
             lines.append(value)
@@ -156,7 +159,7 @@ def run_folders(folder: str | Path) -> list[Path]:
     without any, stands for itself."""
     if (Path(folder) / "summary.json").exists():
         return [Path(folder)]
-    # the nearest level that has runs: a leaderboard has runs two levels below
+    # the nearest level that has runs: leaderboards have them two levels below
     for pattern in ("*/summary.json", "*/*/summary.json"):
         runs = [path.parent for path in Path(folder).glob(pattern) if not is_hidden(path, folder)]
         if runs:

@@ -105,8 +105,8 @@ def is_setting(value: object, depth: int = MAX_DEPTH) -> bool:
     return value is None or isinstance(value, str | bool) or is_number(value)
 
 
-# numbers of a line of metrics.jsonl; losses may be as
-# large as a float, where a client lies about them
+# Numbers of a line of metrics.jsonl. Losses may be as large as a float can be, since
+# they are what clients report, and a malicious one reports anything.
 COUNTS = ("rejected", "rejected_besides", "participants", "upload_bytes", "download_bytes", CLASSES)
 LOSSES = ("loss", NOT_FINITE, CROSS_ENTROPY)
 
@@ -166,9 +166,10 @@ def wrong_field(summary: Mapping[str, Any]) -> str | None:
 
 
 def _shortened(value: object) -> str:
+    # a value may be nested too deep, or a whole number of more digits than Python writes
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # nested too deep; thousands of digits
+    except (RecursionError, ValueError):
         return f"a {type(value).__name__}"
     if len(text) <= MAX_SHOWN:
         return text

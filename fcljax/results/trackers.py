@@ -89,6 +89,7 @@ def wandb(run: TrackedRun) -> Tracker:
     WANDB_MODE=offline it stays on this machine."""
     import wandb as library
 
+    # chosen here, so that it is known before the library has reached its server
     name = run.id or secrets.token_hex(8)
     tracked = library.init(
         id=name,
@@ -189,13 +190,15 @@ def following(
 
     @contextlib.contextmanager
     def guarded(name: str) -> Iterator[None]:
+        # a tracker that has failed is dropped, and the run goes on
         try:
             yield
         except Exception as error:
             active.pop(name, None)
             tell(f"warning: {name} no longer follows the run: {type(error).__name__}: {error}")
 
-    # a tracker needs the consent of who resumes the run, not of who made it
+    # A tracker sends data away, so whoever resumes the run must ask for it; what the
+    # run's folder says is no consent.
     for name in ids.keys() - set(names):
         tell(f"note: {name} followed this run before; to continue: --track {name}")
     for name in dict.fromkeys(names):
@@ -206,7 +209,7 @@ def following(
         write_text(out / NOTES, json.dumps(known) + "\n")
 
     def heard(line: dict[str, Any]) -> None:
-        # trackers draw one axis over all tasks
+        # trackers have one axis of steps, so rounds are counted over all tasks
         step = line["task"] * int(settings["rounds"]) + line["round"]
         for name, tracker in list(active.items()):
             with guarded(name):

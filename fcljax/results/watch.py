@@ -22,7 +22,7 @@ from fcljax.results.run_folder import is_hidden, read_lines, rejected_uploads
 from fcljax.results.summary_fields import is_number
 from fcljax.terminal import add_row, duration, new_table, plain_text
 
-# Linux lists there the locks that processes of this machine hold
+# where Linux lists the locks that processes of this machine hold
 LOCK_TABLE = Path("/proc/locks")
 MAX_WARNINGS = 8
 MAX_TITLES = 3
@@ -114,8 +114,7 @@ def read_status(folder: Path) -> RunStatus:
 def is_locked(path: Path, lock_table: Path = LOCK_TABLE) -> bool | None:
     """Check whether a process of this machine locks a file; None where the system does
     not say."""
-    # taking the lock would tell too, but it would
-    # disturb a run that starts at this moment
+    # to try the lock would tell too, but a run that starts at that moment would fail
     try:
         status = path.stat()
         entries = lock_table.read_text().splitlines()
@@ -153,6 +152,7 @@ def watch(
             runs = []
             with contextlib.suppress(InputError):
                 runs = [read_status(path) for path in run_dirs(folder)]
+            # without `once` a folder may be watched before its first run has started
             view = plain_text(f"waiting for a run in {str(folder)!r}: none has started; Ctrl-C ends")
             live.update(status_view(runs, now()) if runs else view, refresh=True)
             if runs and all(map(is_finished, runs)):
