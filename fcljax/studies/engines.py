@@ -86,12 +86,13 @@ def _local(job: Job) -> ClusterTask:
 @contextlib.contextmanager
 def _ray(options: RayOptions) -> Iterator[Start]:
     ray = extra("ray", "ray")
-    # a user's own cluster stays open
+    # a program that has started Ray itself keeps it; only our own is shut down
     must_start = not ray.is_initialized()
     if must_start:
         handler = signal.getsignal(signal.SIGTERM)
         ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
-        # Ray's own handler exits before the runs have ended
+        # back to ours: Ray's handler ends the process before the runs have written their
+        # checkpoints
         signal.signal(signal.SIGTERM, handler)
     remote = ray.remote(num_cpus=options.cpus, num_gpus=options.gpus, max_retries=0)(jobs.run_job)
 
@@ -101,12 +102,13 @@ def _ray(options: RayOptions) -> Iterator[Start]:
         running = remote.remote(job)
 
         def code() -> int | None:
-            # without waiting: the sweep polls all runs
+            # timeout 0: the sweep asks every run in turn and must not block on one
             if not ray.wait([running], timeout=0)[0]:
                 return None
             return _code(lambda: ray.get(running), job)
 
-        # Ray's own cancel can leave the run's process behind
+        # not by Ray's cancel, which can leave the run's own process behind; the task
+        # watches for this file
         return ClusterTask(code, lambda number: write_text(stop, str(number)))
 
     try:
@@ -127,12 +129,12 @@ def _submitit(name: Name, options: SlurmOptions, folder: Path) -> Start:
         )
     except RuntimeError as error:  # there is no Slurm
         raise InputError(f"engine: {name} cannot be used here: {error}") from None
-    # submitit renames its parameters for each cluster; those without a value are the
-    # cluster's defaults
+    # an option without a value is left out, so that the cluster's default applies
     executor.update_parameters(**slurm_parameters(options))
 
     def start(job: Job) -> ClusterTask:
-        # `Again` is queued once more when Slurm's time is over
+        # a callable with a checkpoint method, as submitit wants: when Slurm's time is
+        # over, it queues the run again
         submitted = executor.submit(jobs.Again(), job)
         return ClusterTask(
             lambda: _code(submitted.result, job) if submitted.done() else None,
@@ -160,8 +162,9 @@ def slurm_parameters(options: SlurmOptions) -> dict[str, Any]:
 def _code(result: Callable[[], int], job: Job) -> int:
     """Return the exit code of a run; if the engine lost it, the log gets the reason."""
     try:
-        # an engine may lose a run in ways of its own; the log must say so
         return result()
+    # each engine has exceptions of its own for a lost machine or a killed worker; without
+    # a line in the log the run would have failed without a reason
     except Exception as error:
         with open(job.log, "a", encoding="utf-8") as log:
             log.write(f"\nfcljax: the engine lost the run: {one_line(f'{type(error).__name__}: {error}')}\n")

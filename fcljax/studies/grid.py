@@ -2,8 +2,9 @@
 
     method: [fppl, fedavg]           # one, or several
     base: {tasks: 5, clients: 10}    # options that all runs have
-    grid:                            # options, each with a list of values: all
-      combinations alpha: [0.1, 0.5] lr: [0.001, 0.01]
+    grid:                            # options with lists of values: all combinations
+      alpha: [0.1, 0.5]
+      lr: [0.001, 0.01]
     runs:                            # variants by name, each combined with the grid
       - {name: plain}
       - {name: faulty, faults: drop=0.1}
@@ -35,7 +36,9 @@ from fcljax.studies.seeds import listed_seeds
 
 MAX_RUNS = 10_000  # more are probably a mistake
 MAX_PART = 40  # characters of a value in a folder's name
-MAX_NAME = 120  # characters of the name
+MAX_NAME = 120  # characters of the name; file systems allow 255 bytes
+# what may stand in a folder's name as it is: no separators, and no dot in front, which
+# would hide the folder
 PLAIN = re.compile(rf"[A-Za-z0-9+-][A-Za-z0-9.+-]{{0,{MAX_PART - 1}}}")
 
 
@@ -103,11 +106,11 @@ def plan_of(values: Mapping[str, Any], where: str, code: bool = False) -> list[P
         _check_places(file)
         seeds = _seeds(file)
         methods = _methods(file)
-        # a program outside the package is code: it runs only with the user's word
+        # a method from outside the package is code, which runs only if the user says so
         if not code:
             for name in {*methods, *(run.get("method", "") for run in file.runs)}:
                 check_no_code(name, "method", "if you trust it, add --allow-code")
-        # counted before they are made: a typing error may ask for billions
+        # counted before they are made: a mistyped grid can ask for billions
         count = max(1, len(file.runs)) * max(1, len(methods)) * len(seeds)
         if count * math.prod(map(len, file.grid.values())) > MAX_RUNS:
             raise InputError(f"grid: it makes more than {MAX_RUNS:,} runs")
@@ -137,8 +140,8 @@ def _check_places(file: SweepFile) -> None:
     variants = [(f"runs[{run['name']}]", run) for run in file.runs]
     for place, options in [("base", file.base), *variants]:
         both = next((name for name in options if name in file.grid), None)
+        # with a value in two places, the order of the layers would decide silently
         if both:
-            # a value in two places would be decided by the order of the layers
             raise InputError(f"grid.{both}: {place} sets it too; keep one of them")
     for place, options in [("base", file.base), ("grid", file.grid), *variants]:
         if "seed" in options and place != "base":
@@ -194,7 +197,7 @@ def _points(
             run_methods = [run["method"]]
         combinations = itertools.product(*file.grid.values())
         for method, values, seed in itertools.product(run_methods, combinations, seeds):
-            # the order is the rank: later layers win
+            # in the order of their rank: `Point.given` lets later layers win
             layers = {
                 "base": file.base,
                 f"runs[{variant}]": options,
@@ -211,8 +214,9 @@ def _planned(point: Point, grid: list[str]) -> Planned:
     except InputError as error:
         message = str(error).removeprefix("options: ")
         raise InputError(f"{_blamed(point, message)}: {message}") from None
-    # read back from the settings, so that equal values have equal names
-    options = {option: getattr(cfg, option) for option in options}  # 1e-3 is text in YAML
+    # read back from the settings: 1e-3, which is text in YAML, and 0.001 must give the
+    # same folder
+    options = {option: getattr(cfg, option) for option in options}
     values = [(option, options[option]) for option in grid]
     return Planned(folder_name(point.method, point.variant, values, cfg.seed), options, cfg)
 
@@ -220,10 +224,10 @@ def _planned(point: Point, grid: list[str]) -> Planned:
 def _blamed(point: Point, message: str) -> str:
     """Return the place in the file that has the option of a message; without one, the
     run."""
-    # an option may stand in several layers; the last one decides
+    # from the last layer on: where several have the option, the last one's value counts
     for place, options in reversed(point.layers.items()):
         for name in options:
-            # a message may have it as it is typed: --lora-rank
+            # a message may spell it as on the command line: --lora-rank
             spelt = re.escape(name).replace("_", "[_-]")
             if re.search(rf"(^(--)?|unknown key '){spelt}\b", message):
                 return f"{place}.{name}"
@@ -247,6 +251,7 @@ def folder_name(
         parts.append(_part(variant))
     parts += [f"{option.replace('_', '-')}-{_part(str(value))}" for option, value in values]
     name = "_".join([*parts, f"seed-{seed}"])
+    # a cut name gets a digest of the whole one, since names may differ at the end only
     if len(name) <= MAX_NAME:
         return name
     return f"{name[: MAX_NAME - 13]}-{_digest(name, 12)}"
@@ -270,12 +275,14 @@ def _check_different(planned: list[Planned]) -> None:
     Raises:
       InputError: naming two that are.
     """
+    # by their settings: different options may resolve to the same run
     names_of: dict[RunConfig, str] = {}
     for run in planned:
         known_name = names_of.setdefault(run.cfg, run.name)
         if known_name is not run.name:
             raise InputError(f"grid: {known_name} and {run.name} are the same run, with the same settings")
     names = [run.name for run in planned]
-    # as likely as that two sha256 begin with the same 24 bits
+    # only if two values' sha256 begin with the same 24 bits; then one run would
+    # overwrite the other
     if len(set(names)) < len(names):
         raise InputError("grid: two runs would have the same folder; change a variant's name or a value")

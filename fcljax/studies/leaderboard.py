@@ -4,14 +4,10 @@ and loss weights do.
 
     base: {dataset: glyphs, tasks: 5, rounds: 2}  # options of all runs
     seeds: [2023, 2024, 2025]                     # of the runs on test images
-    search: {holdout: 0.25, seed: 5}              # options of the trials, which see no
-      test image
-    factors: [1, 0.1, 0.3, 3]                     # a trial multiplies a method's tuned
-      options by one of them
-    methods: {fppl: {}, glfc: {memory_size: 50}}  # each with options of its own; left
-      out: all of the package
-    tuned: {afcl: [ridge]}                        # left out: the learning rates of
-      clients
+    search: {holdout: 0.25, seed: 5}              # of the trials: no test images
+    factors: [1, 0.1, 0.3, 3]                     # one trial each: tuned options x it
+    methods: {fppl: {}, glfc: {memory_size: 50}}  # with their options; default: all
+    tuned: {afcl: [ridge]}                        # default: clients' learning rates
 
 For each method: the trials, then the runs with the factor whose trial ends with the
 highest A_last on held-out training examples. A method without tuned options has no
@@ -59,9 +55,11 @@ FIGURE = "leaderboard.png"
 SEARCH = "search"
 PICTURE = "Each method's accuracy after the last task over the MB that a client exchanges in the run"
 RATES = ("lr", "full_lr", "lora_lr")  # of clients
-# a closed-form method without training still sends numbers of examples
-NOTHING_SENT = 1e-3  # MB of a client whose uploads are the numbers of its examples alone
-# what is tuned of methods that train nothing; FedRanPAC chooses its ridge itself
+# MB of a client in the whole run. Where clients send no parameters they still send their
+# numbers of examples, so "nothing is sent" is a threshold and not 0.
+NOTHING_SENT = 1e-3
+# Tuned options of the methods without a client's learning rate. FedRanPAC chooses its
+# ridge itself, and the others have no option that decides.
 TUNED: Mapping[str, Sequence[str]] = {
     "afcl": ("ridge",),
     "fedran": ("ridge",),
@@ -71,7 +69,8 @@ TUNED: Mapping[str, Sequence[str]] = {
     "fedncm": (),
     "fedrecon": (),
 }
-# what no method's preset decides here
+# The package's defaults of everything that must be equal for a fair comparison: they
+# stand in place of what a method's own preset has.
 SHARED: Mapping[str, Any] = {
     field.name: field.default
     for options in (InputConfig, PartitionConfig)
@@ -81,7 +80,7 @@ SHARED: Mapping[str, Any] = {
     name: getattr(TrainConfig, name)
     for name in ("participation", "rounds", "epochs", "batch_size", "augment")
 }
-MOST_FACTORS = 100
+MOST_FACTORS = 100  # each is a whole run per method
 
 Make = Callable[[list[Planned], Path], dict[str, Outcome]]
 """(runs, their folder) -> name of a run -> its outcome"""
@@ -195,7 +194,7 @@ def _check(
             check_no_code(name, where, "if you trust it, add --allow-code")
     if not file.search.get("holdout"):
         raise InputError(f"{where}: search.holdout: trials must not see test images; nearest: holdout: 0.25")
-    # a factor twice would be two equal trials
+    # a factor twice would make the same trial twice
     if not 0 < len(set(file.factors)) == len(file.factors) <= MOST_FACTORS or min(file.factors) <= 0:
         raise InputError(
             f"{where}: factors: {file.factors} must be distinct positive numbers, such as [1, 0.3]"
@@ -212,8 +211,8 @@ def _entry(
     where: str,
 ) -> Contender:
     shared = {**SHARED, **file.base}
-    # a bound that is no federation, beside methods that share the base's number of
-    # clients
+    # methods such as centralised training are bounds, not federations: they have one
+    # client, whatever the base says
     if method in METHODS and METHODS[method].one_client:
         shared["clients"] = 1
     shared |= method_options
@@ -228,11 +227,13 @@ def _entry(
         options = {1.0: shared}
     trials = {}
     runs = {}
-    # each factor's runs are planned, and only the best one's are made
+    # all are planned, so that a wrong option is an error now and not after the trials;
+    # of the runs only those of the best factor are made
     for factor, base in options.items():
         runs[factor] = grid.plan_of({"method": method, "base": base, "seeds": file.seeds}, where, True)
         if len(options) > 1:
-            # a trial is one run: its first seed, on held-out examples
+            # search has a seed of its own, else the base's; one run is enough to rank
+            # factors
             trial = grid.plan_of({"method": method, "base": base | file.search}, where, True)[0]
             trials[factor] = trial._replace(name=f"x{factor:g}")
     return Contender(method, trials, runs)
@@ -240,7 +241,7 @@ def _entry(
 
 def _tuned(file: LeaderboardFile, method: str, settings: RunConfig) -> Sequence[str]:
     """Return the options that a method's trials multiply."""
-    # None: not in the table; (): nothing to tune
+    # () says that there is nothing to tune; only None falls back to the rates
     names = file.tuned.get(method, TUNED.get(method))
     if names is None:
         names = [name for name in RATES if getattr(settings, name, None)]
@@ -295,7 +296,8 @@ def run(
         for entry in entries:
             say(console, f"{entry.name}, {len(rows) + 1} of {len(entries)}")
             rows.append(_row(entry, out, lambda runs, folder: _sweep(runs, folder, ways, console)))
-            # the page shows also the methods that an earlier, stopped call has finished
+            # a resumed leaderboard: the page keeps what an earlier call has finished of
+            # the methods whose turn is still to come
             waiting = [_row(later, out, _outcomes) for later in entries[len(rows) :]]
             write([*rows, *waiting], entries, out, command)
     return rows
@@ -313,7 +315,8 @@ def _row(entry: Contender, out: Path, make: Make) -> Standing:
     if entry.trials:
         outcomes = make(list(entry.trials.values()), out / SEARCH / entry.name)
         trials = {factor: _a_last(outcomes[run.name]) for factor, run in entry.trials.items()}
-        # the best trial decides; test images have decided nothing
+        # trials are compared on held-out training examples, so test images choose
+        # nothing
         best = chosen(trials)
         if best is None:
             planned = len(next(iter(entry.runs.values())))
@@ -372,7 +375,8 @@ def ranked(rows: Iterable[Standing]) -> list[Standing]:
 def cells(row: Standing) -> list[str]:
     """Return a row of the table, in the order of HEAD."""
     mark = ""
-    # clients' own models see fewer classes, so their accuracy is another quantity
+    # a client's own model is tested on fewer classes, which is easier: not to be ranked
+    # with the rest
     if any(map(is_personal, row.summaries)):
         mark = PERSONAL
     trials = ", ".join(
@@ -394,7 +398,7 @@ def with_interval(values: Sequence[float]) -> str:
     percents = [100 * value for value in values]
     if len(percents) < 2:
         return f"{percents[0]:.2f}"
-    # paired with 0: the interval of the mean itself
+    # paired with zeros: the interval of the mean instead of that of a difference
     mean, low, _ = paired_difference(percents, [0.0] * len(percents))
     return f"{mean:.2f}±{mean - low:.2f}"
 
@@ -424,8 +428,8 @@ def write(
     levels = {}
     for row in ranked(rows):
         percent = 100 * float(np.mean(row.values("A_last")))
-        # a bound such as local training sends nothing, and has no place on an axis of
-        # MB
+        # a bound such as local training has no place on a logarithmic axis of MB: it is
+        # drawn as a level across the figure
         if _communicates(row):
             points[row.method] = (row.megabytes, percent)
         else:

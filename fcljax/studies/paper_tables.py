@@ -28,7 +28,7 @@ from fcljax.results.run_folder import value_at
 from fcljax.studies.papers import Column, Number, Row
 
 MIN_SEEDS = 3  # of a row that is reproduced, where the paper had several runs
-# The tolerance, in points and as a share of a size
+# The tolerance: points of a percentage, and a share of a number of MiB or parameters
 POINTS = 1.0
 SHARE = 0.02
 
@@ -106,6 +106,7 @@ class Pair(NamedTuple):
 
 def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
     """Return a metric of summary.json in the paper's unit; None if it is no number there."""
+    # summaries are edited and older ones lack keys: whatever is no number has no value
     value = value_at(dict(summary), metric)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -137,6 +138,8 @@ def compared(metric: str, paper: Number | None, values: Sequence[float]) -> Comp
     number = number._replace(mean=mean, deviation=deviation)
     if paper is None:
         return number
+    # an interval needs two seeds; paired with the paper's mean as a constant, because
+    # the paper's runs are not ours to pair
     interval = None
     if len(values) > 1:
         interval = paired_difference(values, [paper.mean] * len(values))[1:]
@@ -149,6 +152,7 @@ def status_of(
     """Return the status of a column after runs at the paper's scale; None: too few
     runs, or no numbers."""
     column = results[0].column
+    # what the paper did with one seed cannot ask three of us
     min_seeds = MIN_SEEDS
     if len(column.seeds) == 1:
         min_seeds = 1
@@ -167,6 +171,7 @@ def status_of(
 
 def orderings(results: Sequence[RowResult]) -> list[Pair]:
     """Return all pairs of rows that the paper orders clearly, metric by metric."""
+    # before the loop, which visits every row in many pairs
     numbers = [result.compared() for result in results]
     pairs = []
     for i, j in itertools.combinations(range(len(results)), 2):
@@ -180,11 +185,14 @@ def orderings(results: Sequence[RowResult]) -> list[Pair]:
 
 
 def _comparable(row: RowResult, other: RowResult) -> bool:
+    """Check whether the order of two rows means something: same column, or the same
+    method and options on the same images and weights."""
     if row.column.key == other.column.key:
         return True
     for name in ("dataset", "backbone", "checkpoint"):
         if row.column.settings.get(name) != other.column.settings.get(name):
             return False
+    # method and options; the rest of a row are its numbers
     return row.row[:2] == other.row[:2]
 
 
@@ -193,6 +201,8 @@ def _pair(labels: tuple[str, str], left: Compared, right: Compared) -> Pair | No
     if left.paper is None or right.paper is None:
         return None
     gap = left.paper.mean - right.paper.mean
+    # a gap that the paper's own spread could explain is no claim to check; a paper that
+    # prints no deviation is taken at its word
     noise = (left.paper.deviation or 0.0) + (right.paper.deviation or 0.0)
     largest = max(abs(left.paper.mean), abs(right.paper.mean))
     if abs(gap) <= max(noise, tolerance(left.metric, largest)):
@@ -217,6 +227,7 @@ def lines(results: Sequence[RowResult]) -> list[tuple[str, ...]]:
     cells: list[tuple[str, ...]] = [HEAD]
     for result in results:
         for i, number in enumerate(result.compared().values()):
+            # the reason once per row, in the line of its first metric
             cells.append((result.label, *_cells(number), "" if i else result.why))
     if any(result.why for result in results):
         return cells
@@ -266,6 +277,7 @@ def order_lines(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _alike(pairs: Sequence[Pair]) -> int:
+    """Count the pairs that our runs order as the paper does."""
     return sum(pair.alike for pair in pairs)
 
 
@@ -325,6 +337,7 @@ def as_json(results: Sequence[RowResult]) -> list[dict[str, Any]]:
 
 def _plain(number: Compared) -> dict[str, Any]:
     numbers = {name: value for name, value in number._asdict().items() if name != "metric"}
+    # `met` is true without a paper's number: in the file that would read as a success
     is_compared = number.paper is not None and bool(number.values)
     return numbers | {
         "paper": number.paper and number.paper._asdict(),

@@ -81,6 +81,8 @@ def settings_of(column: Column, row: Row) -> RunConfig:
     values = dict(column.settings)
     row_options = dict(row.options)
     try:
+        # a column's settings are those of the paper's method; its baselines do not have
+        # all of these options, and an unknown option would be an error
         adapter = row_options.get("adapter") or values.get("adapter")
         column_fields = _fields(column.paper.method, values.get("adapter"), values)
         foreign = column_fields - _fields(row.method, adapter, values | row_options)
@@ -91,6 +93,7 @@ def settings_of(column: Column, row: Row) -> RunConfig:
 
 
 def _fields(method: str, adapter: str | None, values: Mapping[str, Any]) -> set[str]:
+    """Return the names of the options that a run with these choices reads."""
     options = config.run_class(method, adapter, config.choices_of(method, values))
     return {field.name for field in dataclasses.fields(options)}
 
@@ -114,6 +117,7 @@ def plan(
       InputError: for a row that does not resolve at the paper's scale, or an unknown
         `only`.
     """
+    # before any run is planned: a mistyped row would silently plan nothing
     if only is not None:
         names = [_names(column, row) for column in columns for row in column.rows]
         if not any(only in pair for pair in names):
@@ -133,6 +137,8 @@ def plan(
 def _varied(columns: Sequence[Column]) -> set[str]:
     """Return the sizes that a table varies, which stay as they are at mini scale: the
     number of clients, and of tasks where the columns differ in nothing else."""
+    # a table over numbers of clients would be one number at mini scale, where all have
+    # at most five
     varied = set()
     if len({column.settings.get("clients") for column in columns}) > 1:
         varied.add("clients")
@@ -186,9 +192,12 @@ def _run(runs: dict, column: Column, row: Row, cfg: RunConfig, seed: int) -> str
     """Return the name of a row's run with a seed. The run is added to `runs` if none
     has its settings yet."""
     cfg = dataclasses.replace(cfg, seed=seed)
+    # by settings: at mini scale rows often become equal, and then one run serves both
     if cfg not in runs:
         words = [column.name, *papers.words_of(row.options)]
         variant = " ".join(word.removeprefix("--") for word in words if word) or None
+        # what differs from the method's presets is what a user would have to type; the
+        # choices that selected the presets are compared with the package's defaults
         defaults = dict(vars(config.preset_of(cfg)))
         defaults |= dict(config.usual_choices(row.method, cfg.fidelity))
         defaults |= {"adapter": find_method(row.method).adapter}
@@ -200,6 +209,7 @@ def _run(runs: dict, column: Column, row: Row, cfg: RunConfig, seed: int) -> str
 
 def command(run: Planned) -> str:
     """Return the command line that makes a run by hand."""
+    # a switch is typed without a value (--name or --no-name), so it stays a bool
     switches = {field.name for field in dataclasses.fields(run.cfg) if field.type is bool}
     options = {name: value if name in switches else str(value) for name, value in run.given.items()}
     return shlex.join(["fcljax", "run", run.method, *papers.words_of(options)])
@@ -222,6 +232,7 @@ def _result(part: Part, outcomes: Mapping[str, Outcome], out: Path) -> RowResult
         values.append(tuple(value for value in by_seed if value is not None))
         if None in by_seed:
             missing.append(metric)
+    # a failed run explains a missing value better than the missing value itself
     why = part.why or sweeps.failure(outcomes)
     if missing and not why:
         why = f"no value of {', '.join(missing)}"
@@ -302,6 +313,7 @@ def write(
         drawing = paper_figures.draw_figure(figure, rows)
     if drawing:
         figures.save(out / DRAWN, drawing)
+    # where every run failed there is nothing to compare, and table.md says why
     folders = sweeps.finished_folders(outcomes, out)
     if folders:
         compare(folders, out / FIGURE)
@@ -340,6 +352,7 @@ def record_paper_runs(
                 f"{key}: unchanged, because not all rows have enough seeds or the paper has no numbers"
             )
             continue
+        # as a set: runs that rows share cost their hours once
         names = {name for part in plan.parts if part.column.key == key for name in part.runs}
         summaries = [summary for name in names if (summary := outcomes[name].summary)]
         hours = sum(map(total_seconds, summaries)) / 3600

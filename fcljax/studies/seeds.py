@@ -31,6 +31,7 @@ def parse_seeds(text: str, start: int) -> list[int]:
       InputError: for what is neither, for a seed that comes twice, or for no or too
         many seeds.
     """
+    # empty parts are allowed: "7," is a list of one seed, where "7" would be a count
     numbers = [whole_number(part) for part in text.split(",") if part.strip()]
     seeds = [number for number in numbers if number is not None]
     if not seeds or len(seeds) < len(numbers):
@@ -40,6 +41,8 @@ def parse_seeds(text: str, start: int) -> list[int]:
             raise InputError(f"seeds: {text!r} must be different whole numbers below {2**32}")
         return seeds
     count = seeds[0]
+    # a large number alone is more likely a seed than a wish for so many runs, so the
+    # message names --seed too
     if not 1 <= count <= MOST_SEEDS:
         nearest = 1
         if count:
@@ -56,6 +59,7 @@ def listed_seeds(seeds: int | Sequence[int], start: int) -> list[int]:
     """
     if isinstance(seeds, int):
         return parse_seeds(str(seeds), start)
+    # the comma at the end makes a list of one seed a list
     return parse_seeds(",".join(map(str, seeds)) + ",", start)
 
 
@@ -104,12 +108,14 @@ def run_seeds(
     summaries = []
     check = (lambda: check_file(out, cfg, ROUNDING)) if resume else None
     with folder_of_runs(out, check):
+        # before any run: this list tells `--resume` which seeds the folder has
         write_text(out / LIST, yaml.safe_dump({"seeds": list(seeds)}))
         write_text(out / "config.yaml", config.to_yaml(cfg))
         for i, seed in enumerate(seeds):
             folder = out / f"seed-{seed}"
             observer.say(f"seed {seed}, {i + 1} of {len(seeds)}")
-            # a finished run is resumed too, which returns its summary at once
+            # by the folder and not by `resume`: the call may add seeds. A finished run is
+            # resumed too, which returns its summary at once.
             has_started = (folder / "config.yaml").exists()
             settings = dataclasses.replace(cfg, seed=seed)
             summaries.append(loop.run(settings, folder, has_started, observer))
@@ -136,6 +142,7 @@ def folder_of_runs(out: Path, resumed: Callable[[], None] | None) -> Iterator[No
     else:
         check_new(out)
         out.mkdir(parents=True, exist_ok=True)
+    # two processes in one folder would overwrite each other's files
     with locked(out):
         yield
 
@@ -146,6 +153,7 @@ def seed_statistics(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     by_metric["forgetting_paper"] = [run["forgetting"]["paper"] for run in summaries]
     result: dict[str, Any] = {"seeds": [run["seed"] for run in summaries]}
     for name, values in by_metric.items():
+        # a metric that is NaN is null in summary.json
         valid = [value for value in values if value is not None]
         mean, deviation = metrics.over_seeds(valid) if valid else (None, None)
         result[name] = {"mean": mean, "population_std": deviation, "values": values}

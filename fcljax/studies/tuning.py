@@ -107,7 +107,7 @@ def parse_range(method: str, given: Mapping[str, Any], name: str, text: str) -> 
       InputError: naming the option, the text and what would be valid.
     """
     name = name.replace("-", "_")
-    # the adapter decides which options there are
+    # options of an adapter can be tuned too, so the adapter must be known first
     adapter = given.get("adapter") or find_method(method).adapter
     config.check_known(method, adapter, {name: ""}, "options")
     groups = config.option_groups(method, adapter).values()
@@ -118,7 +118,7 @@ def parse_range(method: str, given: Mapping[str, Any], name: str, text: str) -> 
         raise InputError(f"{name}: it cannot be tuned: {NEVER[name]}")
     if name in given:
         raise InputError(f"{name}: it has both a range and a value; leave one out")
-    # "log:" belongs to an interval alone
+    # "log:" makes sense for an interval only; before a list it is refused below
     scale = ""
     ends = text
     if text.startswith("log:"):
@@ -131,9 +131,10 @@ def parse_range(method: str, given: Mapping[str, Any], name: str, text: str) -> 
     else:
         values = [config.typed_value(name, fields[name].type, word.strip()) for word in text.split(",")]
         parsed = Range(tuple(dict.fromkeys(values)), "choice")
+    # every end or value is tried as a setting now: a wrong one would otherwise fail some
+    # trials in the middle of the study
     for value in parsed.values:
-        # an invalid end would fail in the middle of the study
-        config.from_mapping(method, {**given, name: value}, "options")  # each end must be valid
+        config.from_mapping(method, {**given, name: value}, "options")
     return parsed
 
 
@@ -215,8 +216,8 @@ def tune(
             optuna.storages.journal.JournalFileBackend(str(out / JOURNAL))
         )
         pruner = None
-        # half of the trials are stopped early; without
-        # pruning each is played to the end
+        # Optuna prunes by default, so a study without pruning needs the pruner that
+        # never does
         if request.prune:
             pruner = optuna.pruners.MedianPruner(n_startup_trials=WARM_UP)
         study = optuna.create_study(
@@ -239,14 +240,15 @@ def _missing(study: Any, request: StudyRequest) -> Iterator[Any]:
     import optuna
 
     running = optuna.trial.TrialState.RUNNING
-    # a trial that was running when the process stopped is still marked so
+    # in the journal, a trial that the stopped process was playing still counts as running
     for frozen in study.get_trials(states=(running,)):
         yield optuna.trial.Trial(study, frozen._trial_id)
     seed = request.settings({}).seed
     space = {name: _distribution(values) for name, values in request.ranges.items()}
-    # counted in the journal, not in memory: a resumed study goes on there
+    # the journal knows the trials of earlier calls too
     while (number := len(study.get_trials(deepcopy=False))) < request.trials:
-        # of the seed and the trial's number alone, so that a resumed study draws the same
+        # a sampler's generator is lost when the process ends; one from (seed, number)
+        # for each trial lets a resumed study draw the same
         entropy = np.random.SeedSequence((seed, number)).generate_state(1)[0]
         study.sampler = optuna.samplers.TPESampler(seed=int(entropy))
         yield study.ask(space)
@@ -275,9 +277,12 @@ def _play(
     def on_round(line: Mapping[str, Any]) -> None:
         if line.get("A") is not None:
             step = line["task"] * settings.rounds + line["round"]
+            # a resumed trial reports its old rounds again, and Optuna warns about a step
+            # that comes twice
             if step not in study.trials[trial.number].intermediate_values:
                 trial.report(line["A"], step)
-            # asked at every round, also of a resumed trial
+            # asked after every evaluation, old ones included: a resumed trial stops where
+            # an uninterrupted one would have stopped
             if request.prune and trial.should_prune():
                 raise _Pruned
 
@@ -286,7 +291,7 @@ def _play(
     try:
         settings = request.settings(trial.params)
         has_started = (folder / "config.yaml").exists()
-        # rounds that a stopped trial has already played
+        # the rounds that were played before the trial was stopped, for the pruner
         for line in read_lines(folder / "metrics.jsonl"):
             on_round(line)
         following = dataclasses.replace(observer, console=loop.QUIET, heard=on_round)
@@ -296,13 +301,13 @@ def _play(
         else:
             study.tell(trial, state=states.FAIL)
     except _Pruned:
-        # pruned is a result: the study learns from it
+        # pruned, not failed: the sampler learns from its intermediate values
         study.tell(trial, state=states.PRUNED)
     except InputError as error:
         observer.say(f"trial {trial.number}: {error}")
         study.tell(trial, state=states.FAIL)
+    # the trial is over, so nobody resumes it; a study of 100 trials would fill the disk
     with contextlib.suppress(OSError):
-        # only an unfinished trial needs its checkpoints
         shutil.rmtree(folder / "checkpoints")
 
 

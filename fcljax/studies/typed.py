@@ -41,8 +41,8 @@ def converted(kind: Any, value: Any, where: str) -> Any:
         return value
     if typing.get_origin(kind) is Literal:
         return choose(where, value, arguments)
-    # a union such as int
-    #  list[int]: the first member that matches is taken
+    # of a union such as int | list[int] the first member that matches is taken; None
+    # was handled above
     kinds = [kind]
     if typing.get_origin(kind) is types.UnionType:
         kinds = [member for member in arguments if member is not types.NoneType]
@@ -71,14 +71,20 @@ def _class(kind: Any) -> Any:
 
 
 def _matches(value: object, kind: Any) -> bool:
-    if kind is float and isinstance(value, str):  # to YAML 1.1, 1e-3 is text
+    """Check whether a value of YAML may stand for this type."""
+    # YAML 1.1 wants a point in a float, so PyYAML reads 1e-3 as text
+    if kind is float and isinstance(value, str):
         return re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+", value) is not None
     accepted = (int, float) if kind is float else _class(kind)
+    # to Python True is an int, but `seeds: yes` is a mistake
     return isinstance(value, accepted) and not isinstance(value, bool)
 
 
 def _filled(kind: Any, values: Mapping[str, Any], where: str, mark: str) -> Any:
+    """Return a dataclass from a mapping; `mark` stands between `where` and a key in
+    messages."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
+    # before the missing keys: a mistyped key would otherwise be reported as missing
     for name in values:
         if name not in fields:
             raise InputError(f"{where}: unknown key {name!r}; {nearest(name, fields)}")
