@@ -1,4 +1,4 @@
-"""What malicious clients do: options and functions of the choice `--attack`.
+"""Attacks of malicious clients: options and functions of the choice `--attack`.
 
 An attack is called where a malicious client would send its honest upload
 (`types.Attack`). Two more methods are optional: `labels(label, task)` changes the

@@ -52,7 +52,7 @@ class Fetch(Protocol):
 
 
 class Lanes(NamedTuple):
-    """How many clients run at a time, and how."""
+    """The clients that run at the same time, and how they are computed."""
 
     count: int = 1
     """Number of lanes."""
@@ -165,7 +165,7 @@ class ReplayData(NamedTuple):
 
 
 class Merging(NamedTuple):
-    """How many chunks of a round are merged, on the device so that the host need not wait."""
+    """The progress of merging a round's chunks, on the device so that the host need not wait."""
 
     # number of merged chunks, from the first
     chunks: Int[Array | np.ndarray | np.int32, ""]

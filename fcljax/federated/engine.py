@@ -242,7 +242,7 @@ class Engine(NamedTuple):
     """Puts arrays where the engine works, a copy on every device of its mesh; arrays that
     are there stay."""
     traces: dict[str, int]
-    """How often each function was traced: once, after any number of rounds."""
+    """Number of traces of each function: 1 after any number of rounds."""
     mesh: AnyMesh | None
     """The devices; None: one device."""
     replayer: Replayer | None = None
@@ -594,7 +594,8 @@ def run_round(
                 key = fold(round_key, RoundKey.SERVER_REPLAY)
                 context, key = engine.place((context, key))
                 server = put_server(server, engine.mesh)
-                replayed = replay_on_server(engine.replayer, context, server, inputs.past, key, engine.place)
+                past = inputs.past
+                replayed = replay_on_server(engine.replayer, context, server, past, key, engine.place)
                 server = replayed.server
     states = jax.tree.map(_first_rows, states, num_states)
     return server, states, _combine(engine.method, reports, replayed)

@@ -143,7 +143,8 @@ class _Faults(NamedTuple):
 
     names: tuple[str, ...]
     attacks: Mapping[str, Attack]
-    index: Callable[[ClientContext], Int[Array, ""]]  # index(context) -> the client's fault among them, or -1
+    # index(context) -> the client's fault, an index into `names`; -1: none
+    index: Callable[[ClientContext], Int[Array, ""]]
 
     def has(self, context: ClientContext, name: str) -> Bool[Array, ""]:
         """Return whether the client has a fault."""

@@ -21,6 +21,9 @@ Rates = Mapping[str, float | Float[Array, ""]]
 Build = Callable[[Rates], Method]
 Find = Callable[[Method], Any]
 
+# JAX raises these where Python code needs the value of a traced rate
+_NEEDS_A_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+
 # functions of a method whose first argument is a context
 _WITH_CONTEXT = (
     "broadcast",
@@ -68,8 +71,7 @@ def _build_traced(build: Build, rates: Rates) -> Method:
     """
     try:
         return build(rates)
-    # JAX raises the last two where Python code needs the value of a traced rate
-    except (InputError, jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+    except (InputError, *_NEEDS_A_VALUE) as error:
         cause = error.__cause__ or error
         if isinstance(cause, InputError):
             raise

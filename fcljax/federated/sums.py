@@ -140,7 +140,9 @@ def one_of(condition: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
     old_leaves, structure = jax.tree.flatten(old)
     pairs = list(zip(structure.flatten_up_to(new), old_leaves, strict=True))
     small = [pair for pair in pairs if pair[0].size <= SMALL]
-    copied = iter(jax.lax.cond(condition, lambda: [a for a, _ in small], lambda: [b for _, b in small]))
+    new_small = [new_leaf for new_leaf, _ in small]
+    old_small = [old_leaf for _, old_leaf in small]
+    copied = iter(jax.lax.cond(condition, lambda: new_small, lambda: old_small))
     leaves = [next(copied) if a.size <= SMALL else jnp.where(condition, a, b) for a, b in pairs]
     return jax.tree.unflatten(structure, leaves)
 

@@ -496,7 +496,8 @@ def find_method(method: str | MethodEntry) -> MethodEntry:
 
 
 def check_no_code(name: str, where: str, advice: str) -> None:
-    """Check that a method that a file names is one of the package, since any other is a program.
+    """Check that a settings file names a method of the package: any other is a program,
+    which reading a file must not run.
 
     Raises:
       InputError: naming the file and what to do.
@@ -514,6 +515,7 @@ def file_of(method: str | MethodEntry) -> Path | None:
     place = method.partition(":")[0]
     if place.endswith(".py"):
         return Path(place)
+    # a module has a file once it is imported
     source = getattr(sys.modules.get(place), "__file__", None)
     if not source:
         return None
@@ -538,6 +540,7 @@ def short_name(method: str | MethodEntry) -> str:
 @functools.cache
 def _loaded(entry: MethodEntry) -> MethodEntry:
     """Return the entry with its code, and with presets made of a dataclass of options."""
+    # entries of the package have text in these fields, others the objects themselves
     presets = load("fcljax.methods", entry.presets)
     build = load("fcljax.methods", entry.build)
     elsewhere = load("fcljax.methods", entry.elsewhere)
@@ -565,6 +568,7 @@ def _check_options(options: type) -> None:
     if not dataclasses.is_dataclass(options):
         raise InputError(f"{where} is not a dataclass; write @dataclasses.dataclass(frozen=True) above it")
     for field in dataclasses.fields(options):
+        # a factory makes lists and dictionaries, which the command line cannot read
         if field.default is dataclasses.MISSING:
             what = "no default"
             if field.default_factory is not dataclasses.MISSING:
@@ -572,6 +576,7 @@ def _check_options(options: type) -> None:
             raise InputError(f"{where}.{field.name} has {what}; an option is a number, text or True or False")
 
 
+# cached, so that a user's file runs once however often its method is asked for
 @functools.cache
 def _from_outside(name: str) -> MethodEntry:
     place, _, attribute = name.partition(":")

@@ -77,7 +77,8 @@ class C2PromptOptions:
 
 
 _CODA = CodaOptions(coda_components=80, coda_length=10)
-PRESETS = with_mini({"intended": Preset(C2PromptOptions(), RunConfig(lr=1e-2), adapters=(_CODA,))}, lr=1e-2)
+_RUN = RunConfig(lr=1e-2)
+PRESETS = with_mini({"intended": Preset(C2PromptOptions(), _RUN, (_CODA,))}, lr=1e-2)
 
 
 def c2prompt(options: C2PromptOptions, run: Run) -> Method:
@@ -359,7 +360,8 @@ def mix_by_affinity(options: C2PromptOptions, run: Run) -> ServerRule:
         adapter: Components = with_current(params.adapter, mixed, round.task, constant=False)
         # without a valid upload W would mix zeros
         any_upload = jnp.any(round.valid)
-        adapter = jax.tree.map(lambda new, old: jnp.where(any_upload, new, old), adapter, params.adapter)
+        pick = functools.partial(jnp.where, any_upload)
+        adapter = jax.tree.map(pick, adapter, params.adapter)
         return ServerUpdate(params._replace(adapter=adapter), state)
 
     return ServerRule("affinity", update, reports=(OfEachClient("adapter"), affinity(run)))

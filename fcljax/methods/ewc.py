@@ -55,12 +55,14 @@ class EWCOptions:
 
 # how TARGET's release trains this baseline (specification C0), with one LoRA pair for
 # all tasks
-_RUN = RunConfig(optimiser=SGD(momentum=0.9), lr=0.01), (LoraOptions(lora_pairs="one", lora_lr=0.01),)
+_RUN = RunConfig(optimiser=SGD(momentum=0.9), lr=0.01)
+_LORA = LoraOptions(lora_pairs="one", lora_lr=0.01)
+_RELEASED = EWCOptions(fisher_measured="round", fisher_gradients="batches")
 PRESETS = with_headtune(
     with_mini(
         {
-            "intended": Preset(EWCOptions(), *_RUN),
-            "released": Preset(EWCOptions(fisher_measured="round", fisher_gradients="batches"), *_RUN),
+            "intended": Preset(EWCOptions(), _RUN, (_LORA,)),
+            "released": Preset(_RELEASED, _RUN, (_LORA,)),
         },
         ewc_weight=3e4,
     )

@@ -240,7 +240,8 @@ def debias_classifier(options: FPPLOptions, run: Run) -> ServerRule:
 
     def update(round: ServerRound, params: Params, pool: Prototypes) -> ServerUpdate:
         task = round.task
-        pool = store_prototypes(pool, round.reports["prototypes"], round.ids, round.valid, task.classes)
+        uploads = round.reports["prototypes"]
+        pool = store_prototypes(pool, uploads, round.ids, round.valid, task.classes)
         if options.wo_debias:
             return ServerUpdate(params, pool)
         stored_classes = task.seen
@@ -469,7 +470,8 @@ def screen_prototypes(
         raise InputError(f"factor: {factor} is too small; nearest valid value: 1, and 3 is usual")
     holds = present & valid[:, None]
     # absent entries may have any value; zeros stay finite and are masked
-    shifted = distances.difference(jnp.where(holds[..., None], sums.widen(vectors), 0), sums.widen(merged))
+    held_vectors = jnp.where(holds[..., None], sums.widen(vectors), 0)
+    shifted = distances.difference(held_vectors, sums.widen(merged))
     distance = jax.vmap(jax.vmap(distances.norm))(shifted)
     median_over_clients = jax.vmap(rules.coordinate_median, in_axes=(1, None, 1))
     # over the clients that have the class

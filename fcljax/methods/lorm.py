@@ -293,7 +293,7 @@ def match_over_tasks(options: LoRMOptions, run: Run) -> ServerRule:
 
     def init(params: Params, _trainable: Params) -> Merged:
         tasks, blocks, _, width = params.adapter.a_q.shape
-        # one pair for all tasks has nothing to merge over tasks
+        # the end of a task merges the tasks' pairs, so each task needs its own
         if tasks != run.sizes.tasks:
             raise InputError("lora_pairs: 'one' leaves nothing to merge over tasks; nearest: 'task'")
         zeros = jnp.zeros_like(params.adapter.a_q)

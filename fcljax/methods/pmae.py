@@ -373,7 +373,11 @@ def keep_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> Ser
         restore = pool.restore._replace(present=present)
         # JAX drops writes beyond the last client: invalid participants change nothing
         client = jnp.where(round.valid, round.ids, sizes.clients)
-        restore = jax.tree.map(lambda old, new: old.at[client].set(new, mode="drop"), restore, reported)
+
+        def store(old: Array, new: Array) -> Array:
+            return old.at[client].set(new, mode="drop")
+
+        restore = jax.tree.map(store, restore, reported)
         prompts = pool.prompt
         if prompts is not None:
             prompts = prompts.at[task].set(params.extra[RECONSTRUCTION])

@@ -104,7 +104,9 @@ def responses(options: RegMeanOptions, run: Run) -> Report:
         inputs = sums["inputs"]
         # B reads A_i x, whose Gram matrix follows from that of x
         inner = {"b_q": inner_gram(pair.a_q, inputs), "b_v": inner_gram(pair.a_v, inputs)}
-        grams = {name: scale_off_diagonal(g, options.off_diagonal) for name, g in (sums | inner).items()}
+        grams = {}
+        for name, gram in (sums | inner).items():
+            grams[name] = scale_off_diagonal(gram, options.off_diagonal)
         received = layers_of(end.context.payload.trainable)
         changes = {
             name: exact_matmul(grams[GRAM_OF[name]], weights - received[name])

@@ -76,7 +76,8 @@ def named_learner(run: Run, classifier: NamedClassifier) -> Learner:
 
     # a `Classifier` sees neither the frozen texts nor which classes compete, so the
     # composed learner gives features, and logits are computed from them below
-    inner = learner(run.network, run.adapter, Classifier(no_parameters, no_logits(run.sizes.classes)))
+    no_classifier = Classifier(no_parameters, no_logits(run.sizes.classes))
+    inner = learner(run.network, run.adapter, no_classifier)
 
     def init(key: PRNGKeyArray, frozen: Frozen) -> Params:
         return inner.init(key, frozen)._replace(classifier=classifier.init(key, frozen.text))

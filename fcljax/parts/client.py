@@ -1,8 +1,8 @@
-"""What clients do: how they train, the rules that methods add, and what they report.
+"""Clients: their training step, the rules that methods add to it, and their reports.
 
-A `ClientRule` acts in training and may keep a state per client; a `Report` is what
-clients send besides their trainable parameters. `train_step` is the only training step of
-the package: read it first.
+A `ClientRule` acts in training and may keep a state per client. A `Report` goes to the
+server besides the trainable parameters. `train_step` is the only training step of the
+package: read it first.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ class ClientRule:
 
 
 class ClientEnd(NamedTuple):
-    """A client whose training is over, as its reports see it."""
+    """A client after its training, as its reports see it."""
 
     context: ClientContext
     """What the client knows."""
@@ -332,7 +332,7 @@ class OfEachClient:
 
 
 class ClientWork(NamedTuple):
-    """The static side of a client's work."""
+    """The static parts of a client's work: nothing here depends on data."""
 
     learner: Learner
     training: Training
@@ -341,7 +341,7 @@ class ClientWork(NamedTuple):
 
 
 class Local(NamedTuple):
-    """What a client holds while it works."""
+    """A client's local state within a round."""
 
     trainable: Params
     optimiser: PyTree

@@ -591,7 +591,9 @@ def _report_round(parts: _Parts, number: int) -> Round:
         return Local(_start_params(parts, context, state), (), (), totals, jnp.int32(0))
 
     def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
-        finalized = client.finalized(reports, ClientEnd(context, local.trainable, {}), local.totals)
+        # no client rule acts in a statistics round, so there are no memories
+        end = ClientEnd(context, local.trainable, {})
+        finalized = client.finalized(reports, end, local.totals)
         summed = _merged_as("sum", finalized)
         gathered = _merged_as("gather", finalized)
         # reports measure: the client's state stays

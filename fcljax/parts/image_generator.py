@@ -46,8 +46,10 @@ def conv_of_doubled(
     sides = ((1, 0), (0, 1))
     rows = []
     for above, half in zip(sides, _halves(kernel, 0), strict=True):
-        both = zip(sides, _halves(half, 1), strict=True)
-        rows.append(jnp.stack([conv(Window(pads=(above, left)), x, quarter) for left, quarter in both], 3))
+        columns = []
+        for left, quarter in zip(sides, _halves(half, 1), strict=True):
+            columns.append(conv(Window(pads=(above, left)), x, quarter))
+        rows.append(jnp.stack(columns, 3))
     # the new axes interleave even and odd rows and columns
     batch, h, w, _ = x.shape
     return jnp.stack(rows, 2).reshape(batch, 2 * h, 2 * w, -1)

@@ -1,9 +1,9 @@
-"""What learns: a network, an adapter inside it and a classifier on its features, as one
+"""The model: a network, an adapter inside it and a classifier on its features, as one
 `Learner`.
 
-Adapters and classifiers know networks and tasks, nothing of federation. Both keep
-parameters for all tasks (`params`). In each task some of them are trainable and travel;
-a client caches those that it also reads.
+Adapters and classifiers know networks and tasks, nothing of federation. Both have
+parameters for all tasks (`params`). In each task some of them are trainable and travel
+between server and clients; clients cache the others that they read.
 """
 
 from __future__ import annotations

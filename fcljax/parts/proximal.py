@@ -57,7 +57,8 @@ def norm_bound(radius: float) -> ClientRule:
 
 def _change(context: ClientContext, trainable: Params) -> Params:
     """Return the change of the trainable parameters from the broadcast."""
-    return jax.tree.map(jnp.subtract, _sent(context, trainable), _sent(context, context.payload.trainable))
+    broadcast = _sent(context, context.payload.trainable)
+    return jax.tree.map(jnp.subtract, _sent(context, trainable), broadcast)
 
 
 def _sent(context: ClientContext, params: Params) -> Params:

@@ -85,8 +85,8 @@ def closed_form(run: Run, width: int, server_rules: tuple[ServerRule, ...]) -> M
     classes = run.sizes.classes
     # a frozen network as it is: there is nothing to train before the statistics
     if run.adapter.plain:
-        classifier = on_projection(features, width, classes)
-        return federate(run, learner(run.network, run.adapter, classifier), server_rules=server_rules)
+        model = learner(run.network, run.adapter, on_projection(features, width, classes))
+        return federate(run, model, server_rules=server_rules)
     classifier = on_projection(features, width, classes, linear(features, classes))
     return federate(
         run,

@@ -292,7 +292,8 @@ def renew(
     """Return the buffer after a task: old classes are cut to their share, and examples
     of the task's classes are chosen (GLFC, section B5 of the specification)."""
     most = budget.most(sizes)
-    chosen = herd(gathered.feature, group_of(gathered, task), len(task.classes), most, budget.repeats)
+    group = group_of(gathered, task)
+    chosen = herd(gathered.feature, group, len(task.classes), most, budget.repeats)
     index = jnp.where(chosen >= 0, gathered.index[chosen], -1)
     # the order of choice is the priority: a smaller share later keeps the exemplars that
     # were chosen first (iCaRL)
@@ -315,9 +316,11 @@ def _cut(exemplars: Exemplars, share: Int[Array, ""], size: int) -> Exemplars:
     stays = (exemplars.index >= 0) & (-exemplars.priority < share)
     # False sorts before True; stable, so that exemplars of a class keep their order
     order = jnp.argsort(~stays, stable=True)
-    exemplars_left = jax.tree.map(lambda leaf: leaf[order[:size]], exemplars)
+    first = order[:size]
+    exemplars_left = jax.tree.map(lambda leaf: leaf[first], exemplars)
     # cut exemplars that still fall into the buffer become empty places
-    return jax.tree.map(functools.partial(jnp.where, stays[order[:size]]), exemplars_left, no_exemplars(size))
+    pick = functools.partial(jnp.where, stays[first])
+    return jax.tree.map(pick, exemplars_left, no_exemplars(size))
 
 
 def group_of(gathered: Gathered, task: Task) -> Int[Array, " R"]:
@@ -383,7 +386,7 @@ def draw_union(
     exemplars and the client's own `examples` would have on average, and at most as many
     as a batch; -1: none."""
     count = jnp.sum(_usable(exemplars, old))
-    # replayed : own = count : examples, with batch_size own examples in a batch
+    # exemplars and examples have the same ratio in a batch as in the union
     num_replayed = jnp.ceil(batch_size * count / jnp.maximum(examples, 1))
     chosen = draw_exemplars(exemplars, old, batch_size, key)
     return jnp.where(jnp.arange(batch_size) < num_replayed, chosen, -1)

@@ -308,5 +308,6 @@ def start_at_class_means(run: Run, learner: Learner) -> ServerRule:
     # one pass without augmentation: means of the images as they are evaluated
     view = View(1, run.training.batch_size, augment=False)
     longest = functools.partial(longest_feature, run, features=learner.features)
-    report = class_sums(run.sizes.task_classes, feature_width(run, learner.features), view, longest)
+    width = feature_width(run, learner.features)
+    report = class_sums(run.sizes.task_classes, width, view, longest)
     return ServerRule(HEADTUNE, update, no_class, reports=(report,), when="task_start")

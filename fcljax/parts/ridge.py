@@ -50,8 +50,10 @@ def add_examples(
     y = jax.nn.one_hot(label, total.products.shape[1])
     # exact_matmul: products in bfloat16, the default of accelerators, can make the Gram
     # matrix indefinite
-    of_batch = Moments(exact_matmul(h.T, h), exact_matmul(h.T, y), jnp.sum(mask).astype(jnp.float32))
-    return jax.tree.map(jnp.add, total, of_batch)
+    gram = exact_matmul(h.T, h)
+    products = exact_matmul(h.T, y)
+    examples = jnp.sum(mask).astype(jnp.float32)
+    return jax.tree.map(jnp.add, total, Moments(gram, products, examples))
 
 
 def moments_report(

@@ -1,5 +1,4 @@
-"""What servers do: the rules that a method adds to the aggregation of what clients
-send."""
+"""Server rules: the steps that a method adds after the aggregation of uploads."""
 
 from __future__ import annotations
 

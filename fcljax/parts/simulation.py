@@ -145,7 +145,7 @@ class Averaging(NamedTuple):
     losses: Callable[[Any, Any, Array], Float[Array, " B"]]
     """losses(model, x, y) -> the loss of each example."""
     attack: Attack | None = None
-    """What malicious clients do; None where there are none."""
+    """The attack of malicious clients; None where there are none."""
 
 
 def fedavg(
@@ -204,7 +204,8 @@ def fedavg(
 
     def first_loss(x: Any, y: Any) -> float:
         # as one batch: there are `MOST_COMPARED` examples at most
-        return float(jnp.mean(losses(model_of(params), jax.tree.map(jnp.asarray, x), jnp.asarray(y))))
+        inputs = jax.tree.map(jnp.asarray, x)
+        return float(jnp.mean(losses(model_of(params), inputs, jnp.asarray(y))))
 
     return Averaging(build, model_of, first_loss, losses, chosen_attack if malicious else None)
 
@@ -646,7 +647,8 @@ def _rounds(
     room = capacities(method, partitions, lanes.count, num_clients, plan.participation)
     example = Example((), data, tasks[0])
     if plan.attack is not None:
-        check_attacks([plan.attack], tuple(shapes.upload for shapes in check_method(method, _fetch, example)))
+        uploads = tuple(shapes.upload for shapes in check_method(method, _fetch, example))
+        check_attacks([plan.attack], uploads)
     federation = RoundPlayer(make_engine(method, _fetch, lanes, room, example), data, plan, key)
     server, clients = _first_states(method, num_clients, key, state)
     begin_task = jit(method.begin_task, None)

@@ -153,10 +153,14 @@ def checked_examples(x: Any, y: Any, owner: Any) -> OwnedExamples:
         raise InputError("simulate: x, y and owner have the shapes {}, {} and {}".format(*shapes))
     y = checked_array("y", y)
     owner = checked_array("owner", owner, "biuU")
+    # a list of numbers is a pytree of numbers for JAX, but one array for the user
     is_one_array = isinstance(x, list) or not jax.tree.leaves(x)
-    paths = [((), x)] if is_one_array else jax.tree_util.tree_leaves_with_path(x, is_leaf=_is_array_like)
-    leaves = [checked_array(f"x{_place(path)}", leaf) for path, leaf in paths]
-    named = [*((f"x{_place(path)}", leaf) for (path, _), leaf in zip(paths, leaves, strict=True)), ("y", y)]
+    paths = [((), x)]
+    if not is_one_array:
+        paths = jax.tree_util.tree_leaves_with_path(x, is_leaf=_is_array_like)
+    names_of_leaves = [f"x{_place(path)}" for path, _ in paths]
+    leaves = [checked_array(name, leaf) for name, (_, leaf) in zip(names_of_leaves, paths, strict=True)]
+    named = [*zip(names_of_leaves, leaves, strict=True), ("y", y)]
     if owner.ndim != 1 or not len(owner):
         raise InputError(f"owner: shape {list(owner.shape)}; expected the client of each example, [N]")
     # many programs write -1 for examples without an owner

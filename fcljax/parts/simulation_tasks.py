@@ -48,7 +48,7 @@ class ScoredExamples(NamedTuple):
 
 
 class CompiledMetric(NamedTuple):
-    """What is measured on test examples."""
+    """A metric on test examples, compiled."""
 
     of_examples: Callable[[PyTree, Any, Array], tuple[Array, Array]]
     """of_examples(state, x [B, ...], y [B, ...]) -> numbers [B] and their weights [B]; compiled."""
@@ -89,10 +89,14 @@ def _labels_of_tasks(tasks: Any) -> list[list[int]]:
     )
     if not is_nested:
         return []
-    # an empty list has no dtype to check; `_listed_tasks` refuses it
-    return [
-        checked_array("tasks", list(labels), "iu").ravel().tolist() if len(labels) else [] for labels in tasks
-    ]
+
+    def numbers(labels: Any) -> list[int]:
+        # an empty list has no dtype to check; `_listed_tasks` refuses it
+        if not len(labels):
+            return []
+        return checked_array("tasks", list(labels), "iu").ravel().tolist()
+
+    return [numbers(labels) for labels in tasks]
 
 
 def _listed_tasks(labels: list[list[int]], examples: OwnedExamples) -> TaskSplit:
@@ -110,7 +114,8 @@ def _listed_tasks(labels: list[list[int]], examples: OwnedExamples) -> TaskSplit
         raise InputError(f"tasks: label {missing[0]} of y is in no task; add it, or leave out its examples")
     if not all(labels):
         raise InputError(f"tasks: task {labels.index([]) + 1} has no labels")
-    return _by_class(tasks_of([np.array(of_task) for of_task in labels], examples.classes), examples.y)
+    classes = [np.array(of_task) for of_task in labels]
+    return _by_class(tasks_of(classes, examples.classes), examples.y)
 
 
 def _by_class(tasks: tuple[Task, ...], y: np.ndarray) -> TaskSplit:

@@ -19,7 +19,8 @@ def outside(
     columns: Float[Array, "D n"],
 ) -> tuple[Array, Array]:
     """Return the left singular vectors [D, D] and singular values [D] of (I - P) X, n >= D."""
-    vectors, values, _ = jnp.linalg.svd(columns - exact_matmul(memory, columns), full_matrices=False)
+    remainder = columns - exact_matmul(memory, columns)
+    vectors, values, _ = jnp.linalg.svd(remainder, full_matrices=False)
     return vectors, values
 
 

@@ -147,7 +147,8 @@ def images_rule(options: SynthesisOptions, run: Run, synthesise: Synthesise) -> 
     """Return the rule that sends `sent["synthesis"]`: images [images, h, w, 3], uint8."""
     height, width, _ = run.network.image
     shape = (options.synthesis_rounds * options.synthesis_batch, height, width, 3)
-    return synthesis_rule("synthesis", run, functools.partial(jnp.zeros, shape, jnp.uint8), synthesise)
+    no_images = functools.partial(jnp.zeros, shape, jnp.uint8)
+    return synthesis_rule("synthesis", run, no_images, synthesise)
 
 
 # ---- server: models that judge images --------------------------------------------------

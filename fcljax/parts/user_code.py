@@ -105,9 +105,9 @@ def check_like(part: str, function: Callable, value: PyTree, like: PyTree) -> Py
 
 
 def _described(tree: PyTree) -> str:
-    # Python numbers have no dtype until numpy gives them one
-    shapes = jax.tree.map(
-        lambda leaf: f"{np.asarray(leaf).dtype if np.isscalar(leaf) else leaf.dtype}{list(np.shape(leaf))}",
-        tree,
-    )
-    return str(shapes).replace("'", "")
+    def type_of(leaf: Any) -> str:
+        # Python numbers have no dtype until numpy gives them one
+        dtype = np.asarray(leaf).dtype if np.isscalar(leaf) else leaf.dtype
+        return f"{dtype}{list(np.shape(leaf))}"
+
+    return str(jax.tree.map(type_of, tree)).replace("'", "")

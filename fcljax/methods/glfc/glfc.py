@@ -369,7 +369,7 @@ def weighted_loss(
     old_weight = jnp.ones_like(weight)
     if weights.weighs_old:
         old_weight = weight
-    # 0.5 and 0.5 with an old model; without one the loss of the labels has factor 1
+    # GLFC: factors 0.5 and 0.5 with an old model, and 1 for the labels without one
     label_factor = jnp.where(has_old, weights.current, weights.alone)
     old_factor = jnp.where(has_old, weights.old, 0.0)
     label_loss = label_factor * binary_loss(one_hot, weight)
