@@ -63,7 +63,7 @@ class Rates(NamedTuple):
         rate = self.products[kernel.dtype]
         if kernel.attention:
             rate = self.attention[kernel.attention]
-        # one unit computes both functions
+        # the same units compute both functions, one after the other
         special = kernel.erf / self.erf + kernel.exponentials / self.exponentials
         return kernel.calls * max(kernel.flops / rate, kernel.traffic / self.bandwidth, special)
 
@@ -76,7 +76,8 @@ def _of_hopper(bandwidth: float, measured: bool) -> Rates:
     return Rates(
         products={"bfloat16": 707e12, "tf32": 303e12, "float32": 51e12},
         bandwidth=bandwidth * 5 / 6,
-        # of 15.3 and 38.2 GFLOP for 128 images of 197 tokens in 12 heads of 64: 0.168 and 0.552 ms
+        # of 15.3 and 38.2 GFLOP for 128 images of 197 tokens in 12 heads of 64: 0.168
+        # and 0.552 ms
         attention={"forward": 91e12, "backward": 69e12},
         # GELU of 128 x 197 x 3072 values and its gradient, which needs both functions:
         # 0.144 and 0.195 ms
@@ -200,8 +201,8 @@ def _tpus(chip: Chip) -> list[Any]:
     from jax.experimental import topologies
 
     _needs("libtpu")
-    # libtpu asks a cloud's metadata server, and lets one process at a time use the chips,
-    # which are not here
+    # Without these libtpu waits for a cloud's metadata server, and refuses a second
+    # process, as if there were chips to share. A user's own settings win.
     settings = {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
@@ -298,10 +299,13 @@ def report(program: RoundProgram, kind: str) -> Footprint:
     with traced_for(_device_of(program)):
         traced = program.trace()
     written = product_flops(traced.jaxpr.jaxpr)
-    # compilers count a loop's body once: that of blocks, of microbatches, of lanes
+    # compilers count the body of a loop once: over blocks, microbatches or lanes. The
+    # ratio of the written program's products with and without repetition corrects this.
     times = written / product_flops(traced.jaxpr.jaxpr, repeated=False) if written else 1.0
     try:
         compiled = traced.lower().compile(compiler_options(kind) | _AS_MEASURED.get(kind, {}))
+    # a program that does not fit is a result: its need is in the compiler's message, and
+    # the caller looks for smaller settings
     except jax.errors.JaxRuntimeError as error:
         need = exhausted(error)
         if need is None:
@@ -311,14 +315,16 @@ def report(program: RoundProgram, kind: str) -> Footprint:
     seconds = time.process_time() - began
     counted = compiled.cost_analysis() or {}
     memory = compiled.memory_analysis()
-    assert memory is not None  # both compilers make one
+    # jax's type allows None for backends without this analysis; both of ours have it
+    assert memory is not None
     flops = times * float(counted.get("flops", 0.0)) or written
     text = compiled.as_text() or ""
     # `kernels` takes the length of loops from the module
-    found = kernels(text)
-    in_kernels = float(sum(kernel.calls * kernel.traffic for kernel in found))
+    program_kernels = kernels(text)
+    in_kernels = float(sum(kernel.calls * kernel.traffic for kernel in program_kernels))
     moved = times * float(counted.get("bytes accessed", 0.0)) or in_kernels
-    # the compiler for TPUs counts the padding of tiles too
+    # the compiler for TPUs counts the padding of tiles too, which shapes do not show: it
+    # is spread over the kernels in proportion
     padding = moved / max(in_kernels, 1.0)
     return Footprint(
         program=program.name,
@@ -330,7 +336,7 @@ def report(program: RoundProgram, kind: str) -> Footprint:
         collectives=dict(Counter(_COLLECTIVE.findall(text))),
         seconds=seconds,
         steps=program.steps,
-        kernels=tuple(kernel._replace(traffic=round(padding * kernel.traffic)) for kernel in found),
+        kernels=tuple(kernel._replace(traffic=round(padding * kernel.traffic)) for kernel in program_kernels),
     )
 
 
@@ -342,7 +348,7 @@ def _device_of(program: RoundProgram) -> Any:
 
 def traced_for(device: Any) -> AbstractContextManager[None]:
     """Return the context in which kernels are traced for a GPU that is not present."""
-    # from 0.11 on jax would ask a device that is present
+    # without a description jax, from 0.11 on, would ask the device that is present
     if device is None or device.platform != "gpu":
         return nullcontext()
     described = AbstractDevice(device.device_kind, device.core_count, "gpu")
@@ -370,6 +376,7 @@ def product_flops(jaxpr: Any, repeated: bool = True) -> float:
       jaxpr: the program.
       repeated: False counts every loop once, as compilers do.
     """
+    # without dead code: gradients that nobody reads
     used: Any = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
     total = 0.0
     for equation in used.eqns:
@@ -381,12 +388,13 @@ def product_flops(jaxpr: Any, repeated: bool = True) -> float:
         if equation.primitive.name == "conv_general_dilated":
             total += _convolution_flops(equation)
         kernel = equation.primitive.name == "pallas_call"
-        # the kernel's own estimate, in which padding does not count
+        # the kernel's own estimate, since its body also computes padding
         if kernel and equation.params["cost_estimate"]:
             total += equation.params["cost_estimate"].flops
             continue
         times = equation.params["length"] if repeated and equation.primitive.name == "scan" else 1
         inside = [product_flops(inner_jaxpr, repeated) for inner_jaxpr in jaxprs_in_params(equation.params)]
+        # without an estimate: the body runs once for each cell of the grid
         if kernel:
             times = math.prod(equation.params["grid_mapping"].grid)
         total += times * (max(inside) if equation.primitive.name == "cond" else sum(inside))
@@ -401,6 +409,7 @@ def _convolution_flops(equation: Any) -> float:
     kernel = equation.invars[1].aval.shape
     out = equation.outvars[0].aval.shape
     params = equation.params
+    # rhs_spec[0] is the axis of output channels: each output sums over the rest
     channels = kernel[params["dimension_numbers"].rhs_spec[0]]
     zeros = math.prod(params["lhs_dilation"]) * params["batch_group_count"]
     return 2.0 * math.prod(out) * math.prod(kernel) / channels / zeros

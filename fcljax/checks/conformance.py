@@ -73,6 +73,8 @@ def stays_finite(federation: Federation, history: list[PlayedState]) -> Statemen
     changes: the server's, or the clients' where all that trains is personal."""
     reports: list[RoundReport] = []
     states_after_rounds(federation, on_report=reports.append)
+    # the first one found is named. "Nothing changes" comes last: where every upload was
+    # rejected it is the symptom and not the cause.
     problem = (
         _not_finite_leaf(federation, history)
         or _rejected_uploads(reports)
@@ -80,13 +82,12 @@ def stays_finite(federation: Federation, history: list[PlayedState]) -> Statemen
         or _unchanged(federation, history)
     )
     name = "states and losses stay finite, and what trains changes"
-    # "nothing changes" comes last: after NaN it would be the wrong cause
     return Statement(name, not problem, problem or "they do")
 
 
 def _unchanged(federation: Federation, history: list[PlayedState]) -> str:
     """Say that nothing changes where no state does; ""."""
-    # a classifier of class names alone plays no rounds
+    # zero-shot classification by class names has no rounds, so nothing could change
     if not federation.method.rounds:
         return ""
     first = PlayedState(federation.server, federation.states)
@@ -131,8 +132,9 @@ def lanes_do_not_matter(federation: Federation, history: list[PlayedState]) -> S
     The tolerance is for rounding, which Adam turns into whole steps where a gradient is
     nothing else: in FedLwF.MC the teachers equal the students at first.
     """
+    # the federation's own engine has two lanes with padded batches; this one has a single
+    # lane, and compiles short batches in a size of their own
     single = engine_of(
-        # two lanes have padding in their batches, one has not
         federation.method,
         Lanes(1, "loop"),
         federation.frozen,
@@ -142,11 +144,11 @@ def lanes_do_not_matter(federation: Federation, history: list[PlayedState]) -> S
     )
     worst = (0.0, "")
     for index in range(len(federation.method.rounds)):
+        # from history[1], the end of the first task: clients and server have a state
         pair = [
             receive(federation, engine, index, history[1], federation.partitions[1], [0, 2, 3])[0]
             for engine in (federation.engine, single)
         ]
-        # after the first round, when clients and server have a state
         worst = max(worst, _farthest(pair, 3))
     return _nearly_equal(
         "uploads do not depend on lanes or padding",
@@ -179,8 +181,8 @@ def _influence_of_others(
     with_others, states = receive(federation, federation.engine, index, state_before, partition, clients)
     for rank, client in enumerate(clients):
         alone, states_alone = receive(federation, federation.engine, index, state_before, partition, [client])
+        # bits and no tolerance: it is the same compiled program with the same numbers
         sent = difference(of_client(alone.gather, 0), of_client(with_others.gather, rank))
-        # bits, because the same program runs, on other slots
         if sent:
             return f"client {client} sends other numbers: {sent}"
         state = difference(of_client(states_alone, client), of_client(states, client))
@@ -202,6 +204,8 @@ def _owner(federation: Federation, leaves: str, field: str = "") -> str:
       leaves: paths in a `PlayedState`, or in one of its fields.
       field: the field, if the paths begin within it.
     """
+    # paths come as text such as ".clients[1]['mean']" or "1/mean": their first number is
+    # the rule's place
     names = rule_names(federation.method)
     side = field or ("clients" if "clients" in leaves[:9] else "server")
     index = re.search(r"\[(\d+)\]|^(\d+)|/(\d+)", leaves)
@@ -220,11 +224,12 @@ def padding_is_inert(federation: Federation, history: list[PlayedState]) -> Stat
     Padding is the images and labels whose mask is False, and images that no client has.
     """
     indices = np.concatenate([partition.indices for partition in federation.partitions])
-    # images of no client are only read as padding
+    # an image that no client has can only be read as padding: NaN would spread at once
     owned = np.isin(np.arange(60), indices)[:, None, None, None]
     image = jnp.where(owned, federation.data.input, jnp.nan)
     assert federation.data.query is not None
-    # query features carry the poison, since the engine itself writes zeros into padding
+    # the engine writes zeros into padding itself, so other pixels and labels travel in
+    # the query features, and `_with_padding` puts them into the batches
     query = padding_features(*GARBAGE, federation.data.query.shape[1])
     poisoned = states_after_rounds(federation, federation.data._replace(input=image, query=query))
     leaves = difference(poisoned[-1], history[-1])
@@ -244,7 +249,6 @@ def order_does_not_matter(
     Later rounds are left out, since keys depend on the ids.
     """
     label = np.asarray(federation.data.label)
-    # only sums: gathered uploads are in the order of the ids
     worst = (0.0, "")
     order = [3, 2, 0, 1]
     renamed = partition_of(label, TASKS[0], federation.partitions[0].count.tolist(), order)
@@ -254,6 +258,7 @@ def order_does_not_matter(
             receive(federation, federation.engine, index, state, partition, present(partition), TASKS[0])[0]
             for partition in (federation.partitions[0], renamed)
         ]
+        # means and sums only: gathered uploads come in the order of the ids
         worst = max(worst, _farthest(pair, 2))
     return _nearly_equal(
         "permuting clients does not change sums over clients",
@@ -270,7 +275,6 @@ def _farthest(pair: Sequence[Accumulator], parts: int) -> tuple[float, str]:
       pair: what the server received in two ways.
       parts: how many of means, sums and gathered arrays are compared.
     """
-    # `max` picks NaN and large differences, whichever part they are in
     names = ("mean", "sum", "gather")[:parts]
     differences = []
     for index, name in enumerate(names):
@@ -290,7 +294,7 @@ def _nearly_equal(name: str, worst: tuple[float, str], most: float, cause: str) 
 
 def resumes(federation: Federation, history: list[PlayedState]) -> Statement:
     """Check that a run resumed from a checkpoint on disk gives the same bits."""
-    # on disk, because types and structure must survive the file
+    # through a file and not in memory: types and structure must survive it
     with tempfile.TemporaryDirectory() as folder, checkpoint.open_checkpoints(Path(folder), 1) as manager:
         checkpoint.save(manager, checkpoint.Snapshot(1, history[1], {}))
         checkpoint.finish(manager)
@@ -307,7 +311,7 @@ def resumes(federation: Federation, history: list[PlayedState]) -> Statement:
 
 def traced_once(federation: Federation, _history: list[PlayedState]) -> Statement:
     """Check that every function of the engine was traced once by all other statements."""
-    # the largest number of traces of any function
+    # the worst one is named; one more trace means one more compilation in every run
     function, traces = max(federation.engine.traces.items(), key=lambda item: item[1])
     measurement = f"{function}: {traces} traces"
     if traces > 1:

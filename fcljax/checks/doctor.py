@@ -34,11 +34,12 @@ from fcljax.runs.compile_cache import asked_folders
 # failed: no run can start; missing: only some runs need it; warning: worth knowing
 State = Literal["ok", "missing", "warning", "failed"]
 
-SIDE = 1024  # of the matrices of the self test
+SIDE = 1024  # of the self test's matrices: large enough that starting it costs nothing
 SECONDS = 0.3  # for which the self test repeats its product
-# bytes; checkpoints of runs are small, prepared data sets are not
+# Bytes below which free space is worth a warning: checkpoints of runs are small, prepared
+# data sets are not.
 LITTLE_DISK = 2**30
-# optional dependencies that no run needs
+# extras of which no run needs anything, so that their absence is no finding
 MAINTAINERS = ("accelerators-aot", "test", "docs", "notebook", "release")
 
 
@@ -76,6 +77,7 @@ def examine(
         folders(data_dir),
         datasets(data_dir),
     )
+    # the checks are generators: each runs here, in this order
     return [finding for check in checks for finding in check]
 
 
@@ -98,6 +100,7 @@ def packages() -> Iterator[Finding]:
         yield Finding("packages", "metadata", "warning", "fcljax runs from a folder; not installed", advice)
         return
     for requirement in requirements:
+        # those of extras have a marker, such as extra == "flower", that is false here
         if _needed(requirement, ""):
             yield _package(requirement)
     extras = sorted(set(metadata.metadata("fcljax").get_all("Provides-Extra") or ()) - set(MAINTAINERS))
@@ -134,6 +137,7 @@ def _problem(requirement: Requirement) -> str:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
         return "not installed"
+    # who has installed a pre-release of jax has done so on purpose
     if not requirement.specifier.contains(version, prereleases=True):
         return f"{version} is installed, {requirement.specifier} is needed"
     # jax[cuda13] is met only if the packages are there that the extra of jax needs
@@ -158,10 +162,12 @@ def devices() -> Iterator[Finding]:
         yield Finding("devices", "jax", "failed", one_line(str(error)), advice)
         return
     for device in in_use:
+        # on a CPU jax has no limit of its own
         limit = (device.memory_stats() or {}).get("bytes_limit") or machine_memory()
         value = f"{device.device_kind}, {decimal(limit)} of memory"
         yield Finding("devices", f"{device.platform}:{device.id}", "ok", value)
     yield Finding("devices", "processor cores", "ok", str(os.cpu_count()))
+    # the file of NVIDIA's driver: jax on the CPU beside it is almost always an oversight
     if in_use[0].platform == "cpu" and Path("/proc/driver/nvidia/version").exists():
         yield Finding(
             "devices",
@@ -194,13 +200,16 @@ def _product() -> tuple[bool, float, float]:
     host = np.random.default_rng(0).normal(size=(SIDE, SIDE)).astype(np.float32)
     x = jnp.asarray(host)
     began = time.perf_counter()
+    # compiled by hand, so that the time of compiling is not in that of computing
     product = jax.jit(jnp.matmul).lower(x, x).compile()
     compile_s = time.perf_counter() - began
-    # tolerates factors of 10 bits, as accelerators have them
+    # accelerators round the factors to some ten bits; errors of a sum of SIDE products
+    # grow with its root
     close = np.allclose(product(x, x), host @ host, atol=0.02 * SIDE**0.5)
     count = 0
     began = time.perf_counter()
     while time.perf_counter() - began < SECONDS:
+        # without waiting this would measure how fast products are queued
         product(x, x).block_until_ready()
         count += 1
     return bool(close), compile_s, 2 * SIDE**3 * count / (time.perf_counter() - began)
@@ -220,6 +229,7 @@ def weights() -> Iterator[Finding]:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         if digest == known:
             yield Finding("packaged weights", name, "ok", f"sha256 {digest[:16]}, as packaged")
+        # a warning only: a user may have pretrained weights of their own
         else:
             value = f"sha256 {digest[:16]}, not {known[:16]}: rebuilt or damaged"
             yield Finding("packaged weights", name, "warning", value, advice)
@@ -229,6 +239,7 @@ def checkpoint(name: str) -> Finding:
     """Examine whether a run can read a file of weights."""
     try:
         network = load_any(name)
+    # as a finding, so that one bad file does not hide the rest of the report
     except (InputError, OSError) as error:
         return Finding("checkpoints", name, "failed", one_line(str(error)), "fcljax convert --help")
     parameters = sum(leaf.size for leaf in jax.tree.leaves(network.params))
@@ -250,6 +261,7 @@ def folders(data_dir: str | None = None) -> Iterator[Finding]:
     if not compiled:
         yield Finding("folders", "compiled programs", "ok", "not kept: FCLJAX_COMPILED is off")
     else:
+        # a run takes the first usable one; before the first run none may exist
         cache = next((folder for folder in compiled if folder.is_dir()), compiled[0])
         yield _folder("compiled programs", cache, "--compile-cache FOLDER, or off", "warning")
 
@@ -267,6 +279,7 @@ def _folder(name: str, folder: Path, advice: str, refused: State) -> Finding:
         check_folder(folder)
     except InputError as error:
         return Finding("folders", name, refused, str(error).partition(": ")[2], advice)
+    # a folder that does not exist yet has no disk: its nearest parent has
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     value = f"{folder}: {decimal(_used(folder))} used, {decimal(free)} free"
@@ -280,9 +293,11 @@ def _used(folder: Path) -> int:
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
+            # lstat, since a link's target may lie in another folder; a running process
+            # may remove a file meanwhile
             try:
                 status = os.lstat(os.path.join(root, name))
-            except OSError:  # it has gone meanwhile
+            except OSError:
                 continue
             total += status.st_size
     return total
@@ -296,6 +311,8 @@ def datasets(data_dir: str | None = None) -> Iterator[Finding]:
             yield Finding("data sets", name, "ok", state)
             continue
         usual = how_to_get(name, data_folder(data_dir))
+        # data sets that fcljax can download have a command; the others say where to get
+        # them
         command = usual
         if name in OFFICIAL:
             command = f"fcljax data prepare {name}"

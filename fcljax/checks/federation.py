@@ -65,7 +65,9 @@ TOWER = TextConfig(
 JOINT = 6  # width of the space of texts and images
 TASKS = make_tasks(5, 2)  # the second task has two classes and a padding class
 SIZES = Sizes(classes=5, tasks=2, task_classes=3, clients=4, rounds=2, examples=9)
-EXAMPLES = ((9, 0, 4, 7), (6, 5, 1, 8))  # of each client in each task
+# examples of each client in each task: one client has none of the first task, and one
+# has a single example of the second
+EXAMPLES = ((9, 0, 4, 7), (6, 5, 1, 8))
 KEY = jax.random.key(0)
 LANES = Lanes(2, "vmap")
 SHORT = 2  # examples of a short batch
@@ -125,7 +127,8 @@ def class_texts(vit: ViTConfig) -> ClassTexts:
     text_projection = jax.random.normal(keys[0], (TOWER.width, JOINT))
     image_projection = jax.random.normal(keys[1], (vit.width, JOINT))
     texts = ClassTexts(
-        # larger than initial values, so that names differ
+        # larger than the usual initial values, with which the features of all names are
+        # nearly equal
         jax.tree.map(lambda x: 3 * x, init_text(keys[2], TOWER)),
         text_projection,
         image_projection,
@@ -147,7 +150,7 @@ def tiny_federation(
       vit: the network, for images of 8 pixels.
       sizes: numbers of examples, `[task][client]`.
     """
-    # before the engine is made: the wrapped steps are what it compiles
+    # before the engine is made, which compiles the method's steps as they are then
     method = _with_padding(method)
     label = np.arange(60) % SIZES.classes
     rng = np.random.default_rng(0)
@@ -231,7 +234,7 @@ def engine_of(
     short: bool = False,
 ) -> Engine:
     """Return the engine; `short` computes batches of one and two without padding."""
-    # slots=128: a round is one chunk
+    # slots=128: more than there are clients, so that a round is one chunk
     sizes = capacities(method, partitions, lanes.count, slots=128)
     if short:
         sizes = tuple(size._replace(widths=tuple(map(_with_short, size.widths))) for size in sizes)
@@ -265,6 +268,7 @@ def states_after_rounds(
         data = federation.data
     history = []
     server, clients, past = state or PlayedState(federation.server, jax.tree.map(jnp.copy, federation.states))
+    # compiled once for all tasks, as a run does
     begin = jax.jit(federation.method.begin_task)
     for task, partition in list(zip(TASKS, federation.partitions, strict=True))[start:]:
         round_context = RoundContext.on_host(federation.frozen, task, 0, False)
@@ -293,6 +297,7 @@ def states_after_rounds(
                 buffer = keep_task(federation.engine, federation.frozen, server, task, r)
                 if buffer is not None:
                     past += (buffer,)
+            # a copy: the next round takes over the memory of the clients' states
             history.append(PlayedState(server, jax.tree.map(jnp.copy, clients), past))
     return history
 
@@ -366,7 +371,7 @@ def equal_bits(name: str, problem: str) -> Statement:
 def difference(a: PyTree, b: PyTree) -> str:
     """Return how two trees differ; "" if they have the same bits."""
     try:
-        # chex names the leaves, which a comparison by hand would have to find again
+        # chex also compares structures, and names the leaves that differ in its message
         chex.assert_trees_all_equal(a, b)
     except AssertionError as error:
         leaves = re.findall(r"differ in leaves '([^']*)'", str(error))
@@ -388,7 +393,8 @@ def not_finite(tree: PyTree) -> str:
 
 def farthest_leaf(a: PyTree, b: PyTree) -> tuple[float, str]:
     """Return the largest difference over a tree's largest value, and its leaf's path."""
-    # relative to the largest value of all leaves: small leaves are rounding
+    # relative to the largest value of the whole tree: in a leaf of tiny values rounding
+    # is a large share
     scale = max(largest(b), 1e-6)
     pairs = zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True)
     differences = [

@@ -34,8 +34,10 @@ from fcljax.types import Broadcast, RoundContext
 
 TASK = 1  # the second task, so that clients have something to keep
 PARTICIPANTS = ((0, 2), (0, 3))  # of its rounds; client 3 comes late
-LATE, OTHERS = 3, (0, 2)
-# allows for rounding, which Adam turns into whole steps where gradients should be 0
+LATE = 3
+OTHERS = (0, 2)
+# Rounding alone would be about 1e-6. Where a gradient should be 0, Adam divides its
+# rounding error by its own size, and takes a whole step in a random direction.
 TOLERANCE = 2e-3
 
 
@@ -55,6 +57,7 @@ def participation_equals_the_reference(
         engine = engine_of(method, LANES, federation.frozen, federation.data, federation.partitions)
 
     server = _begin_task(federation, history)
+    # a copy: rounds give the memory of the old states to the new ones
     states = jax.tree.map(jnp.copy, _before(history).clients)
     plain_server = server
     plain_states = [of_client(states, client) for client in range(len(federation.partitions[TASK].count))]
@@ -84,6 +87,8 @@ def late_clients_keep_the_same(
     differ.
     """
     problem = ""
+    # only rounds from which a client can be absent: those at a task's start or end have
+    # all clients
     for index, this_round in enumerate(federation.method.rounds):
         if this_round.when == "round" and this_round.who == "sampled":
             problem = problem or _changed_copies(federation, history, index)
@@ -99,6 +104,8 @@ def _changed_copies(
     partition = federation.partitions[TASK]
     start = PlayedState(_begin_task(federation, history), _before(history).clients)
     first_broadcast = _broadcast(federation, start.server, 0)
+    # the same client twice: in the first round, and in the second one after the others
+    # have changed the server
     _, early = receive(federation, federation.engine, index, start, partition, [LATE])
 
     states = jax.tree.map(jnp.copy, start.clients)
@@ -127,8 +134,8 @@ def _changed_copies(
 def _is_copy(leaf: Array, broadcast_leaves: list[np.ndarray]) -> bool:
     """Return whether a leaf of parameters has the bits of a leaf of the broadcast."""
     array = np.asarray(leaf)
-    # a constant leaf, such as zeros before the first step,
-    # equals leaves that it was not copied from
+    # a leaf of equal values, such as zeros before the first step, equals many leaves
+    # that it was not copied from
     constant = array.size < 2 or np.all(array == array.flat[0])
     if constant or not np.issubdtype(array.dtype, np.floating):
         return False

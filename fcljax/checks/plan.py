@@ -45,7 +45,7 @@ from fcljax.runs.programs import EngineState, engine_state
 from fcljax.scenario import fit_partition as fitted_to_data
 from fcljax.scenario import make_scenario
 
-# parts of the names of programs that train and of programs that evaluate
+# by which `reports` selects programs: those that train and those that evaluate
 LOOPS = " phase "
 EVALUATIONS = "evaluation"
 
@@ -116,6 +116,8 @@ def plan(settings: config.RunConfig, name: str, stand: Stand | None = None) -> C
     target, placement = machine(name)
     chip = CHIPS[name]
     exp = experiment(settings, target, chip, stand)
+    # `fit_memory` asks for the need of several settings and returns one of them, whose
+    # programs must not be compiled again
     compiled: dict[config.RunConfig, list[Footprint]] = {}
 
     def need(exp: Experiment) -> Need:
@@ -126,6 +128,8 @@ def plan(settings: config.RunConfig, name: str, stand: Stand | None = None) -> C
     def with_settings(settings: config.RunConfig) -> Experiment:
         return assemble(settings, exp.inputs, exp.scenario, exp.sizes, machine=target)
 
+    # training first: it decides the lanes. An evaluation depends on a setting of its own,
+    # which `fit_memory` does not change.
     exp, line = fit_memory(exp, chip.memory, with_settings, need)
     evaluation = list(reports(exp, placement, chip.kind, EVALUATIONS))
     _check_evaluation(exp, evaluation, chip)
@@ -180,6 +184,7 @@ def experiment(
     """Return the experiment of these settings on a machine that is not present; arguments
     as of `plan`."""
     settings = dataclasses.replace(settings, dtype=compute_type(settings, target.backend))
+    # by the chip's memory: the default asks the device that is present
     if settings.data_budget is None:
         settings = dataclasses.replace(settings, data_budget=int(RESIDENT_SHARE * chip.memory / 2**20))
     if stand is None and has_arrays(settings.dataset, settings.backbone):
@@ -206,6 +211,7 @@ def _abstract_inputs(settings: config.RunConfig, stand: Stand | None) -> Inputs:
 
 def blank_images(stand: Stand) -> Dataset:
     """Return a data set of black images, with its classes in turn."""
+    # at least one test image of each class: a task without any has no accuracy
     test = max(stand.classes, stand.images // 5)
     train_image = _blank(stand.images, stand.side)
     test_image = _blank(test, stand.side)
@@ -236,10 +242,12 @@ def abstract_backbone(settings: config.RunConfig) -> Pretrained:
         return load_network(settings, settings.image_size, settings.seed)
     shape: ViTConfig | ConvNetConfig = {**VITS, **CONVNETS}[settings.backbone]
     size = settings.image_size or shape.image_size
+    # `experiment` has replaced `auto` by the chip's type
     dtype = compute_type(settings)
     shape = dataclasses.replace(shape, image_size=size, dtype=dtype)
     half = (0.5, 0.5, 0.5)
     decoder = None
+    # shapes alone: weights of a large network need not fit into this machine
     params = jax.eval_shape(make_network(shape, half, half).init, jax.random.key(0))
     kernel_type = "float32" if network_trains(settings) else array_type(dtype)
 

@@ -36,13 +36,17 @@ def show(cfg: PartitionConfig, out: str | Path) -> list[tuple[str, object]]:
         if file.exists():
             raise InputError(f"out: {str(file)!r} exists already; give another folder")
     check_folder(out)
+    # there is no network here that would give the size; 224 pixels is the usual one
     dataset = load_split(cfg, cfg.image_size or 224)
     cfg = fit_partition(cfg, dataset)
     classes = len(dataset.class_names)
+    # one round: where the examples are drawn anew, the first round is shown
     scenario = make_scenario(dataset, cfg, rounds=1, joint=False)
     counts = scenario.holdings
     tasks = scenario.tasks
+    # after everything that can fail, so that an error leaves no empty folder
     Path(out).mkdir(parents=True, exist_ok=True)
+    # kind None: images; tables, text and series have no picture
     if dataset.kind is None:
         chosen = range(min(classes, SHEET_CLASSES))
         sheet = [dataset.x_train[np.flatnonzero(dataset.y_train == label)[:SHEET_IMAGES]] for label in chosen]

@@ -40,7 +40,8 @@ def slots_stay_apart(federation: Federation, history: list[PlayedState]) -> Stat
     server = begin_task(federation, history[1].server, TASKS[1])
     changed = ""
     for index, this_round in enumerate(federation.method.rounds):
-        if this_round.who == "sampled":  # rounds in which clients train
+        # the rounds in which clients train
+        if this_round.who == "sampled":
             usual = next_round(federation, index, server, history[1].clients)
             poisoned = next_round(federation, index, server, clients)
             changed = changed or difference(usual, poisoned)
@@ -60,6 +61,7 @@ def slot_entries(federation: Federation) -> dict[str, np.ndarray]:
             return leaf
         return jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
 
+    # initial values would do for most leaves, but zeros of two slots would look the same
     server = jax.tree.map(random_like, federation.server)
     first, second = (trainable_leaves(federation, server, task) for task in TASKS)
     masks = {path: np.asarray(leaf) != np.asarray(second[path]) for path, leaf in first.items()}
@@ -102,6 +104,7 @@ def with_other_slots(
         for end, mask in slots.items():
             if name.endswith(end) and leaf.shape[1:] == mask.shape:
                 names.append(name)
+                # never the old value, unless that is -1
                 return jnp.where(mask, 2 * leaf + 1, leaf)
         return leaf
 
@@ -120,12 +123,15 @@ def next_round(
     received, after = receive(
         federation, federation.engine, index, state, federation.partitions[1], [0, 2, 3]
     )
+    # a global model is in the server's state, which the uploads cover
     predict = federation.method.predict_client
     if predict is None:
         return received, ()
     round_context = RoundContext.on_host(federation.frozen, TASKS[1], 0, False)
     image = jnp.asarray(federation.data.input)
     label = jnp.asarray(federation.data.label)
+    # all images at once, none of them padding; labels in place of indices, which no
+    # prediction reads
     batch = Batch(image, label, label >= 0, label)
     predict_all = jax.jit(jax.vmap(lambda state: predict(round_context, server, state, batch)))
     return received, predict_all(after)

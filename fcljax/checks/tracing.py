@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-# the line of an equation is known nowhere else
+# private, but no public function of jax gives the source line of an equation
 from jax._src import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jaxtyping import PyTree
@@ -46,8 +46,9 @@ def _traced_twice(method: Method, differences: list[str]) -> Method:
         if function is None:
             return None
 
+        # twice in a row: between the two only Python's random state has changed. The
+        # result is needed too, since `check_method` passes it on to the next function.
         @functools.wraps(function)
-        # traced twice in a row: between them only random state has changed
         def traced(*args: PyTree) -> PyTree:
             place = first_difference(_program(function, args), _program(function, args))
             if place is not None:
@@ -91,21 +92,23 @@ def _program(function: Callable, args: PyTree) -> ClosedJaxpr:
 def first_difference(a: ClosedJaxpr, b: ClosedJaxpr) -> str | None:
     """Return where two traces of a function differ first: file and line, "" if unknown;
     None: nowhere."""
-    # constants first: an array of numpy.random enters the program as one
+    # constants first: an array of numpy.random becomes one, and the line to name is that
+    # of the first equation that reads it
     for k, (constant_a, constant_b) in enumerate(zip(a.consts, b.consts, strict=False)):
         if not _equal(constant_a, constant_b):
             return _place(a.jaxpr, lambda eqn, k=k: a.jaxpr.constvars[k] in eqn.invars)
-    # then equations: a Python float becomes a literal
+    # then equations: a Python number becomes a literal in one of them
     for eqn_a, eqn_b in zip(a.jaxpr.eqns, b.jaxpr.eqns, strict=False):
         inner = zip(_inside(eqn_a.params), _inside(eqn_b.params), strict=False)
-        # inside of loops and branches, where most of a method stands
+        # first inside, where loops and branches have most of a method: their own line is
+        # closer to the cause than that of the loop
         places = (first_difference(*pair) for pair in inner)
         place = next((place for place in places if place is not None), None)
         if place is not None:
             return place or _line(eqn_a)
         if not _equal_equations(eqn_a, eqn_b):
             return _line(eqn_a)
-    # a program that is only longer differs at no line that can be named
+    # one program goes on after the other has ended: no line is at fault
     if len(a.jaxpr.eqns) == len(b.jaxpr.eqns):
         return None
     return ""
@@ -131,6 +134,7 @@ def _inside(params: dict[str, Any]) -> Iterator[ClosedJaxpr]:
 
 def _shown(eqn: Any) -> list[str]:
     """Return an equation's plain parameters as text, without addresses."""
+    # other parameters hold functions and programs, which print their addresses
     plain = (int, float, bool, str)
     return [ADDRESS.sub("", f"{k}={v}") for k, v in eqn.params.items() if type(v) in plain]
 

@@ -17,13 +17,13 @@ from typing import Literal, NamedTuple
 
 from fcljax.models.shapes import Dtype
 
+# bits of an element; kinds that are missing here, such as token, count as no bytes
 BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
-# others: no bytes
 BITS |= {f"{sign}{bits}": bits for sign in "su" for bits in (2, 4, 8, 16, 32, 64)}
 
-# what names arrays or parts of them, and moves nothing
+# instructions that give a name to an array or to a part of one, and move nothing
 _NAMES = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id")
-# read of the first operand as much as they return
+# instructions that read of their first operand only as much as they return
 _PARTS = ("slice", "dynamic-slice", "gather")
 
 
@@ -101,9 +101,11 @@ def _within(
     for instruction in computation.values():
         calls = _calls(instruction).items()
         of_calls = [list(_within(computations, callee, times * count)) for callee, count in calls]
-        # only one branch runs; the costliest is an upper bound
+        # one branch runs, and the text does not say which: the one that moves most
         if instruction.opcode == "conditional":
-            yield from max(of_calls, key=lambda branch: sum(each.calls * each.traffic for each in branch))
+            yield from max(
+                of_calls, key=lambda branch: sum(kernel.calls * kernel.traffic for kernel in branch)
+            )
         elif of_calls:
             yield from itertools.chain.from_iterable(of_calls)
         else:
@@ -117,6 +119,7 @@ def _calls(instruction: Instruction) -> dict[str, int]:
     """Return the computations whose instructions are kernels by themselves, and how often
     each runs."""
     if instruction.opcode == "while":
+        # without the attribute the compiler does not know the length: once
         trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
         return dict.fromkeys(_named(instruction, "body"), int(trips[1]) if trips else 1)
     keys = {
@@ -158,8 +161,9 @@ def _moved(
     if instruction.opcode == "dynamic-update-slice":
         return 2 * operands[1].size
     written = instruction.shape
+    # calls of cuBLAS and cuDNN also return their workspace, as bytes that nobody reads
     if "__cu" in instruction.attributes:
-        written = re.sub(r"[su]8\[\d+\]", "", written)  # the library's workspace
+        written = re.sub(r"[su]8\[\d+\]", "", written)
     return sum(x.size for x in operands) + size_of(written)
 
 
@@ -170,6 +174,8 @@ def _read(inner: Computation, operands: list[Instruction]) -> int:
         for name in instruction.operands:
             users.setdefault(name, []).append(instruction)
 
+    # how much of an array of `whole` bytes the users of `name` read; one that needs all
+    # of it decides
     def part(name: str, whole: int) -> int:
         total = 0
         for user in users.get(name, []):
@@ -181,6 +187,7 @@ def _read(inner: Computation, operands: list[Instruction]) -> int:
             # an update in place does not read the array that it changes
             elif not (user.opcode == "dynamic-update-slice" and only_source):
                 return whole
+        # slices may overlap, but no more than the whole array is read
         return min(total, whole)
 
     parameters = [instruction for instruction in inner.values() if instruction.opcode == "parameter"]
@@ -214,7 +221,8 @@ def _work(
     """Return what one instruction computes, with all that is fused into it."""
     if instruction.opcode == "fusion":
         (inner,) = (computations[name] for name in _named(instruction, "calls"))
-        parts = [_work(computations, inner, each) for each in inner.values()]
+        # a kernel has one format: that of its largest product, which takes most time
+        parts = [_work(computations, inner, fused) for fused in inner.values()]
         largest = max(parts, key=lambda part: part.flops)
         return largest._replace(
             flops=sum(part.flops for part in parts),
@@ -245,13 +253,14 @@ def _attention(computation: Computation, instruction: Instruction) -> Kernel | N
     if backward:
         direction = "backward"
     counted = re.search(r'"flops":"(\d+)"', instruction.attributes)
-    if counted:  # on a TPU, by the kernel's own estimate
+    # on a TPU the kernel gives an estimate of its own; on a GPU it is a Triton call
+    if counted:
         return Kernel(1, 0, float(counted[1]), "bfloat16", direction)
     if "xla.gpu.triton" not in instruction.attributes:
         return None
-    queries, keys = (
-        computation[name].shape for name in instruction.operands[:2]
-    )  # [batch, tokens, heads, size]
+    # both [batch, tokens, heads, size]
+    queries, keys = (computation[name].shape for name in instruction.operands[:2])
+    # 2 operations in each of the 2 products of a forward pass; a backward pass has 5
     products = 4
     if backward:
         products = 10
@@ -261,6 +270,7 @@ def _attention(computation: Computation, instruction: Instruction) -> Kernel | N
 def _product_flops(computation: Computation, instruction: Instruction) -> float:
     """Return the operations of a matrix product or convolution; 0: it is none."""
     attributes = instruction.attributes
+    # products are written in two ways: as dot, and as a call of cuBLAS with JSON
     contracted = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^}\]]*)', attributes)
     if contracted:
         left = axes(computation[instruction.operands[0]].shape)
@@ -283,11 +293,12 @@ def _product_flops(computation: Computation, instruction: Instruction) -> float:
     zeros = 1
     if dilation:
         zeros = math.prod(map(int, dilation[1].split("x")))
+    # each output value is a sum over one output channel's share of the kernel
     return 2.0 * elements(out) * elements(kernel) / outputs / zeros
 
 
 def _format_of(computation: Computation, instruction: Instruction) -> Dtype:
-    """Return what a product rounds its factors to."""
+    """Return what a product rounds its factors to; float32 by default to tf32."""
     if not computation[instruction.operands[0]].shape.startswith("f32"):
         return "bfloat16"
     exact = re.search(r"operand_precision\W+highest", instruction.attributes, re.IGNORECASE)
@@ -315,6 +326,7 @@ def size_of(shape: str) -> int:
     """Return the bytes of the arrays of a shape, without the padding of layouts."""
     arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", shape)
     bits = (BITS.get(kind, 0) * math.prod(int(n) for n in axes.split(",") if n) for kind, axes in arrays)
+    # rounded up: two values of four bits share a byte
     return sum(-(-size // 8) for size in bits)
 
 
@@ -331,6 +343,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
                 entry = header[2]
         elif line == "}":
             current = None
+        # lines outside of computations, such as the module's header, are skipped
         elif current is not None and (instruction := _instruction(line)):
             current[instruction.name] = instruction
     return computations, entry
