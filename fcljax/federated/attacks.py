@@ -238,7 +238,7 @@ def _sharper(rho: Array) -> Array:
 def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
     """Replace class a of the task's n classes by class n - 1 - a. Labels of other tasks
     (replayed examples) stay."""
-    # the classes of a task are a range of numbers; padding is -1 and no part of it
+    # a task that all clients share has a range of class numbers; padding (-1) is no part of it
     is_class = task.classes >= 0
     lowest = jnp.min(jnp.where(is_class, task.classes, jnp.iinfo(jnp.int32).max))
     highest = jnp.max(jnp.where(is_class, task.classes, -1))

@@ -127,7 +127,7 @@ def review(step: ClientStep, clients: int, temperature: float) -> Float[Array, "
     """
     image = surrogate(step.context.frozen)
     start, end = shard(step.context.client.id, clients, len(image))
-    # drawn anew in each step, as a shard has more images than the round has steps
+    # other images of the shard in every step
     index = jax.random.randint(step.key, step.batch.mask.shape, start, end)
     return task_start.distil_start(step, image[index] / 255, temperature)
 

@@ -152,7 +152,7 @@ def distance_of_means(step: ClientStep, prototypes: Prototypes) -> Float[Array, 
     squared = jnp.sum((mean - prototypes.vector) ** 2, axis=-1)
     # the gradient of a root at 0 is infinite, so a distance of 0 is left out
     counts = in_batch & prototypes.present & (squared > 0)
-    # two `where`s: NaN of the inner root's gradient would pass the outer one as 0 * NaN
+    # two `where`s: with the outer one alone, 0 times the infinite gradient would be NaN
     return jnp.sum(jnp.where(counts, jnp.sqrt(jnp.where(counts, squared, 1.0)), 0.0))
 
 

@@ -182,7 +182,7 @@ def attend(
 
 def gated(params: MLP, x: Float[Array, "M token_width"]) -> Float[Array, "M token_width"]:
     """Return the gated MLP of x."""
-    # torch's gelu is exact, flax's default is an approximation
+    # torch's gelu is exact by default, JAX's an approximation
     linear, gate = jnp.split(applied(params.first, normed(params.norm, x)), 2, axis=-1)
     return applied(params.second, linear * jax.nn.gelu(gate, approximate=False))
 

@@ -35,7 +35,6 @@ class PromptFLOptions(ContextOptions):
     """Number of context vectors M."""
 
 
-# mini: the context of a small text tower has few tokens besides the name's
 PRESETS = with_mini(
     {"intended": Preset(PromptFLOptions(), RunConfig(optimiser=SGD(momentum=0.9), lr=1e-3))},
     context_length=4,

@@ -301,7 +301,7 @@ def _merged(parts: _Parts, params: Params, task: Task, mean: Params) -> Params:
     Parameters that server rules merge, or that are personal, stay unchanged.
     """
     trainable = _trainable(parts, params, task)
-    # `mean` has () in place of these, which `learner.merge` could not write back
+    # `mean` has () for these, or values that must not replace them
     names = (*parts.merged_by_rules, *parts.personal)
     unmerged = {name: getattr(trainable, name) for name in names}
     mean = mean._replace(**unmerged)

@@ -17,7 +17,7 @@ def first_task_only(name: str, loss: StepLoss | None = None) -> ClientRule:
     """Freeze adapter and running statistics after the first task.
 
     The rule projects after every step. A loss without gradient would not be enough, as
-    weight decay and momentum would still move them.
+    weight decay would still move them.
 
     Args:
       name: of the rule.

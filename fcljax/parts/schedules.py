@@ -104,8 +104,8 @@ class Step(Constant):
 class StepInRound:
     """GLFC's release: `Step`, where the rate is lower only in the round of each milestone.
 
-    The release makes a new optimiser at the full rate in every round, and divides its
-    rate only at the epoch of a milestone (baselines specification, B8).
+    The release makes a new optimiser at the full rate in every round, and lowers the rate
+    only at the epoch of a milestone (baselines specification, B8).
     """
 
     def __call__(self, progress: TrainingProgress) -> Float[Array, ""]:

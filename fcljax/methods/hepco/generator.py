@@ -87,7 +87,6 @@ class _LatentGenerator(nn.Module):
 
 def init_generator(config: GeneratorConfig, key: PRNGKeyArray) -> Generator:
     """Return a new generator."""
-    # two examples, as batch normalisation of one has variance 0
     noise = jnp.zeros((2, config.noise))
     label = jnp.zeros(2, jnp.int32)
     variables = _LatentGenerator(config).init(key, noise, label, False)
