@@ -112,8 +112,7 @@ def lora_injection(pair: Lora) -> Injection:
 def _up_to(
     old: Float[Array, "tasks *rest"], current: Float[Array, "*rest"], task: ArrayLike
 ) -> Float[Array, "tasks *rest"]:
-    """Return a leaf with the current task's values, constant earlier ones and 0 for later
-    tasks."""
+    """Return a leaf with the current task's values, constants before it and 0 after it."""
     # [tasks, 1, ...], which broadcasts against the leaf
     index = jnp.arange(old.shape[0]).reshape(-1, *[1] * current.ndim)
     earlier = jnp.where(index < task, jax.lax.stop_gradient(old), 0.0)

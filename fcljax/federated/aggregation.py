@@ -226,8 +226,7 @@ def add_noise(mean: PyTree, std: Float[Array, ""], key: PRNGKeyArray) -> PyTree:
 
 
 def _optimiser(options: AggregationOptions) -> optax.GradientTransformation | None:
-    """Return the server optimiser, for the pseudo-gradient reference - mean; None: no
-    optimiser."""
+    """Return the optimiser of the pseudo-gradient reference - mean, if there is one."""
     choice = chosen("server_optimiser", options)
     if label_of("server_optimiser", options.server_optimiser) == "none":
         return None

@@ -30,7 +30,9 @@ class Uniform:
 class Median:
     """The median of each coordinate."""
 
-    def __call__(self, stacked: PyTree, reference: PyTree, weight: Array, valid: Array, key: Array) -> PyTree:
+    def __call__(
+        self, stacked: PyTree, _reference: PyTree, weight: Array, valid: Array, _key: Array
+    ) -> PyTree:
         return coordinate_median(stacked, weight, valid)
 
 
@@ -41,7 +43,9 @@ class TrimmedMean:
     trim: float = option(0.1, below=0.5)
     """Fraction of the values to drop at each end."""
 
-    def __call__(self, stacked: PyTree, reference: PyTree, weight: Array, valid: Array, key: Array) -> PyTree:
+    def __call__(
+        self, stacked: PyTree, _reference: PyTree, weight: Array, valid: Array, _key: Array
+    ) -> PyTree:
         return trimmed_mean(stacked, weight, valid, self.trim)
 
 
@@ -49,7 +53,9 @@ class TrimmedMean:
 class GeometricMedian:
     """The point with the least weighted sum of distances to the uploads."""
 
-    def __call__(self, stacked: PyTree, reference: PyTree, weight: Array, valid: Array, key: Array) -> PyTree:
+    def __call__(
+        self, stacked: PyTree, _reference: PyTree, weight: Array, valid: Array, _key: Array
+    ) -> PyTree:
         return geometric_median(stacked, weight, valid)
 
 
@@ -60,7 +66,9 @@ class Krum:
     malicious_bound: int = option(1, least=0)
     """Number of malicious clients that the rule assumes."""
 
-    def __call__(self, stacked: PyTree, reference: PyTree, weight: Array, valid: Array, key: Array) -> PyTree:
+    def __call__(
+        self, stacked: PyTree, _reference: PyTree, weight: Array, valid: Array, _key: Array
+    ) -> PyTree:
         return krum(stacked, weight, valid, self.malicious_bound)
 
 
@@ -71,7 +79,9 @@ class MultiKrum:
     malicious_bound: int = option(1, least=0)
     """Number of malicious clients that the rule assumes."""
 
-    def __call__(self, stacked: PyTree, reference: PyTree, weight: Array, valid: Array, key: Array) -> PyTree:
+    def __call__(
+        self, stacked: PyTree, _reference: PyTree, weight: Array, valid: Array, _key: Array
+    ) -> PyTree:
         return multi_krum(stacked, weight, valid, self.malicious_bound)
 
 
@@ -82,5 +92,7 @@ class CentredClipping:
     clip_radius: float = option(10.0, positive=True)
     """L2 norm to which the rule clips each client's update."""
 
-    def __call__(self, stacked: PyTree, reference: PyTree, weight: Array, valid: Array, key: Array) -> PyTree:
+    def __call__(
+        self, stacked: PyTree, reference: PyTree, weight: Array, valid: Array, _key: Array
+    ) -> PyTree:
         return centred_clipping(stacked, weight, valid, reference, self.clip_radius)

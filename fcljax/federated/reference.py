@@ -260,8 +260,7 @@ def epoch_order(
 def replayed_examples(
     replay_buffer: Int[Array, " M"], position: Int[Array, " replay"]
 ) -> Int[np.ndarray, " replay"]:
-    """Return the examples at these positions of a client's replay buffer; -1 where there
-    is none."""
+    """Return the examples at these positions of a replay buffer; -1 where there is none."""
     buffer = np.asarray(replay_buffer)
     chosen = np.asarray(position)
     is_inside = (chosen >= 0) & (chosen < len(buffer))

@@ -102,8 +102,7 @@ class ClientStep(NamedTuple):
     the batch size."""
 
     def forward(self, trainable: Params, train: bool | None = None) -> Output:
-        """Compute the output of other trainable parameters for this batch; `train` None:
-        as `output` was."""
+        """Compute the batch's output of other parameters; `train` None: as in `output`."""
         if train is None:
             train = self.train
         context = self.context

@@ -329,8 +329,7 @@ def matching(trainable: PyTree, lasting: PyTree) -> PyTree:
 
 
 def with_lasting(trainable: PyTree, lasting: PyTree) -> PyTree:
-    """Return `trainable` with the parameters of `lasting`, a result of `Learner.lasting`,
-    in their place."""
+    """Return `trainable` with the parameters of a `Learner.lasting` in their place."""
 
     def pick(lasting_part: PyTree, leaf: PyTree) -> PyTree:
         # a parameter of one task: the new task's own stays
