@@ -191,6 +191,6 @@ def broadcast_left(mask: Array, leaf: Array) -> Array:
     return mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim))
 
 
-def where_valid(leaf: Array, valid: Bool[Array, " K"], other: float) -> Array:
-    """Return the leaf [K, ...] in float32, with `other` for invalid clients."""
-    return jnp.where(broadcast_left(valid, leaf), widen(leaf), other)
+def where_valid(leaf: Array, valid: Bool[Array, " K"], fill: float) -> Array:
+    """Return the leaf [K, ...] in float32, with `fill` for invalid clients."""
+    return jnp.where(broadcast_left(valid, leaf), widen(leaf), fill)

@@ -215,8 +215,8 @@ def compensate(options: C2PromptOptions, run: Run, loss: Loss) -> ClientRule:
         return Compensation(memory.prompt, jnp.asarray(context.task.index, jnp.int32))
 
     view = View(options.compensation_epochs, run.training.batch_size)
-    before = ClientPass("before_training", view, step, trains=True)
-    return ClientRule("compensation", value, init, start, (before,), end)
+    compensation_pass = ClientPass("before_training", view, step, trains=True)
+    return ClientRule("compensation", value, init, start, (compensation_pass,), end)
 
 
 def initial_prompts(shape: tuple[int, int, int]) -> Float[Array, "Ct length width"]:

@@ -153,8 +153,8 @@ def elastic(options: EWCOptions, learner: Learner, batch_size: int) -> ClientRul
         return consolidate(context, anchor, trainable, fisher, new_rows_whole=every_round)
 
     if every_round:
-        after = ClientPass("after_training", View(1, batch_size), measure)
-        return ClientRule("ewc", penalty_in_round, no_anchor, start_measuring, (after,), new_anchor)
+        measuring_pass = ClientPass("after_training", View(1, batch_size), measure)
+        return ClientRule("ewc", penalty_in_round, no_anchor, start_measuring, (measuring_pass,), new_anchor)
     view = View(1, batch_size, shuffle=False, augment=False)
     at_end = ClientPass("task_end", view, measure, start_measuring, new_anchor)
     return ClientRule("ewc", penalty, no_anchor, passes=(at_end,))

@@ -107,7 +107,7 @@ def fedran(options: FedRANOptions, run: Run) -> Method:
     if options.labelled == 1 or not options.pseudo_labels:
         classifier = on_projection(width, options.projection, classes)
     else:
-        # class means are the classifier's trainable parameters, and so are uploaded
+        # class sums stand in for trainable parameters, so that the server broadcasts them
         sums = empty_sums(classes, width)
         classifier = on_projection(width, options.projection, classes, statistics=sums)
         classifier = classifier._replace(trainable=prototypes_of_task)

@@ -110,7 +110,7 @@ def orthogonal_updates(adapter: Adapter) -> Adapter:
         return adapter.trainable(params.pairs, task)
 
     def merge(params: Protected, task: Task, mean: Lora) -> Protected:
-        # of the mean: the projection is linear, so it is that of the clients' updates
+        # the projection is linear: projecting the mean is as good as each client's update
         old: Lora = adapter.trainable(params.pairs, task)
         new = Lora(
             a_q=old.a_q + orthogonal(mean.a_q - old.a_q, params.tokens),

@@ -124,16 +124,16 @@ def possible_responses(run: Run, context: ClientContext, sent: Responses) -> Boo
     """Check that a client's examples and training can give these sums."""
     grams = sent.grams
     largest = largest_changes(run, context)
-    fits = possible_features(run, context, grams["features"])
-    fits &= possible_inputs(context, grams["inputs"])
+    is_possible = possible_features(run, context, grams["features"])
+    is_possible &= possible_inputs(context, grams["inputs"])
     received: Lora = context.payload.trainable.adapter
     for a, inner in ((received.a_q, grams["b_q"]), (received.a_v, grams["b_v"])):
-        fits &= possible_inner(inner, grams["inputs"], a, largest.pair)
+        is_possible &= possible_inner(inner, grams["inputs"], a, largest.pair)
     for name, change in sent.changes.items():
         reach = largest.classifier if name == "classifier" else largest.pair
         # False also where the matrix is no Gram matrix (`norm_by_gram` gives NaN)
-        fits &= can_move(grams[GRAM_OF[name]], change, reach)
-    return fits
+        is_possible &= can_move(grams[GRAM_OF[name]], change, reach)
+    return is_possible
 
 
 def merge_layers(options: RegMeanOptions, run: Run, model: Learner) -> ServerRule:

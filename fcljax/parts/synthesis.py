@@ -110,7 +110,7 @@ class Synthesise(Protocol):
 def synthesis_rule(
     name: str,
     run: Run,
-    first: Callable[[], PyTree],
+    no_synthesis: Callable[[], PyTree],
     synthesise: Synthesise,
 ) -> ServerRule:
     """Synthesise after the last round of each task except the last, and send the result.
@@ -118,12 +118,12 @@ def synthesis_rule(
     Args:
       name: of the rule, and of what it sends.
       run: as of `federate`.
-      first: returns what the server sends in the first task.
+      no_synthesis: returns what the server sends in the first task.
       synthesise: makes what it sends in the next one.
     """
 
     def init(_params: Params, _trainable: Params) -> PyTree:
-        return first()
+        return no_synthesis()
 
     def update(round: ServerRound, params: Params, state: PyTree) -> ServerUpdate:
         def synthesise_now(state: PyTree) -> tuple[PyTree, Weighted]:

@@ -411,7 +411,7 @@ def train_generators(
       The generators, and the mean loss of that of the task's classes.
     """
     options = model.options
-    # normal distributions need no training; a weight of 0 leaves the metric out
+    # normal distributions need no training; a metric of weight 0 is of no step
     if options.latents == "gaussian":
         return Generators(), Weighted(jnp.zeros(()), jnp.zeros(()))
     # without an upload there is no teacher. A loop of 0 steps, and not an `if`: whether
