@@ -74,7 +74,8 @@ ROUND = "train.round"
 STATE = "fcljax.state"
 CACHED = "fcljax.cached"
 OWNER = "fcljax.owner"
-ROUNDING = 1.01  # a metric's weight is added up in float32
+# a metric's weight is a sum in float32, which may come out above the number of examples
+ROUNDING = 1.01
 MAX_FACTS = 1 << 20  # characters of a node's report about itself
 HELLO_TIMEOUT = 60.0  # seconds in which a new node must say what it has
 _STAMP = ("index", "task", "round", "nonce")  # of a call: an answer has the same
@@ -85,7 +86,7 @@ _SERVER = ("out", "test", "wait", "timeout", "nodes", "most-examples")
 OnRound = Callable[[int, int, PyTree], None]  # (task, round, the server's state)
 
 
-# ---- the client --------------------------------------------------------------------------------------------
+# ---- the client ------------------------------------------------------------------------
 
 
 def client_app(method: str | None = None, **settings: Any) -> ClientApp:
@@ -126,6 +127,7 @@ def _reply(
     message: Message,
     context: Context,
 ) -> Message:
+    # options of the server alone are no settings of `fcljax run`, and would be refused
     options = {name: value for name, value in context.run_config.items() if name not in _SERVER}
     resolved = node.federation_settings(method, settings | options)
     client = node.check_client(resolved, context.node_config.get("partition-id"))
@@ -151,19 +153,21 @@ def _round(client: _Client, message: Message, context: Context) -> RecordDict:
     content = message.content
     cached = _cached(stored.get(CACHED, {}), content.array_records["cached"], client.call)
     if cached is None:
-        # a node that lacks a part asks for all of it, in place of failing
+        # the server then sends everything again; an error would cost the client its round
         return RecordDict({"call": config({"incomplete": True})})
     shape = node.broadcast_shape(exp)
     state = stored.get(STATE)
     payload = from_arrays(content.array_records["payload"], shape.payload, "payload")
     broadcast = Broadcast(payload, from_arrays(cached, shape.cached, "cached"))
-    # a client that starts anew has no state of earlier tasks
+    # told to the server: a restarted node without a file has lost its state of earlier
+    # tasks
     fresh = state is None
     state = node.first_state(exp, client.id) if fresh else from_arrays(state, node.state_shape(exp), "state")
     work = node.client_work(exp, client.id, _request(client.call), broadcast, state)
     _store(context, client.id, {STATE: to_arrays(work.state), CACHED: cached})
     valid = bool(work.valid)
-    # an upload that is not finite is not worth its bytes
+    # the server rejects an upload that is not finite, and reads none where it merges
+    # nothing, so these stay empty
     upload = ArrayRecord()
     if valid and client.call["aggregated"]:
         upload = to_arrays(work.upload)
@@ -186,8 +190,9 @@ def _cached(
     those that were sent; None: an array is missing, or does not have the digest that
     the server expects."""
     expected = dict(zip(list_in(call, "cached"), list_in(call, "digests"), strict=True))
+    # the digests decide, not the names: an array kept since an earlier round may have
+    # changed on the server meanwhile
     both = {**stored, **received}
-    # old and new arrays together; the digests decide
     cached = ArrayRecord({name: both[name] for name in expected if name in both})
     if _digests(cached) == expected:
         return cached
@@ -202,14 +207,14 @@ def _digests(arrays: ArrayRecord) -> dict[str, str]:
     }
 
 
-# ---- the state of a client ---------------------------------------------------------------------------------
+# ---- the state of a client -------------------------------------------------------------
 
 
 def _stored(context: Context, client: int) -> dict[str, Any]:
     """Return the stored records of this client in this run, from the node's context,
     else from its file."""
     records = {name: context.state[name] for name in (STATE, CACHED, OWNER) if name in context.state}
-    # the context may be of another run: a node outlives it
+    # a node outlives a run, and its context may hold the state of an earlier one
     if OWNER in records and dict(records[OWNER]) == _owner(context, client):
         return records
     path = _state_file(context, client)
@@ -240,7 +245,7 @@ def _state_file(context: Context, client: int) -> Path | None:
     return Path(str(folder)) / f"run-{context.run_id}-client-{client}.npz"
 
 
-# ---- the server --------------------------------------------------------------------------------------------
+# ---- the server ------------------------------------------------------------------------
 
 
 class Service(NamedTuple):
@@ -327,6 +332,7 @@ def serve(
 
     if out:
         check_new(out)
+    # it holds back a part of the training images, of which the server knows nothing
     if settings.stop_when_flat:
         raise InputError("stop_when_flat: nodes train on all of their examples; leave it out")
     bound = numbers_of_nodes(service.nodes, settings.clients)
@@ -349,6 +355,8 @@ def serve(
     exp = node.server_experiment(settings, inputs, nodes.gather(service.wait, tasks))
     link = Link(nodes, exp, service.timeout, say_line)
     records = Records()
+    # only now, when all clients have connected: a federation that never starts leaves no
+    # folder behind
     with created(out, settings) if out else contextlib.nullcontext():
         _play(exp, records, link, out, on_round)
         summary = _summary(exp, records, link)
@@ -371,6 +379,7 @@ def _play(
     on_round: OnRound | None,
 ) -> None:
     """Play and log all rounds."""
+    # () in place of the clients' states, which stay on their nodes
     state = State(first_server(exp), (), jax.random.key_data(exp.key))
     past = ()
     with Clock(records.seconds) as clock:
@@ -380,6 +389,7 @@ def _play(
             if replay is not None:
                 past += (replay,)
             line |= link.counted()
+            # opened for each line, so that a server that is killed has written all lines
             if out:
                 with (out / "metrics.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json_line(line))
@@ -468,7 +478,8 @@ class Nodes:
         end = time.monotonic() + wait
         refused = []
         while True:
-            # slow nodes are asked again while clients are missing
+            # a node that did not answer in time may have been loading its data: as long
+            # as clients are missing it is asked again
             self.asked -= self.silent
             for line in self.refresh(tasks, max(end - time.monotonic(), 1.0)):
                 refused.append(line)
@@ -490,7 +501,7 @@ class Nodes:
     def refresh(self, tasks: int, timeout: float) -> list[str]:
         """Ask all unknown nodes. Returns a line for each that cannot take part."""
         connected = self.connected = set(self.grid.get_node_ids())
-        # with bound nodes a stranger is not even asked
+        # where nodes are bound to clients, other nodes are not even asked
         strangers = set()
         if self.bound:
             strangers = connected - self.asked - {*self.bound}
@@ -498,7 +509,7 @@ class Nodes:
         new = sorted(connected - self.asked)
         call = {"class_names": list(self.class_names)}
         messages = [Message(RecordDict({"call": config(call)}), node_id, HELLO) for node_id in new]
-        wrong = [f"nodes: node {node_id} may not take part" for node_id in sorted(strangers)]
+        refusals = [f"nodes: node {node_id} may not take part" for node_id in sorted(strangers)]
         seconds = min(timeout, HELLO_TIMEOUT)
         self.asked |= {*new}
         waiting = {*new}
@@ -506,19 +517,20 @@ class Nodes:
         if messages:
             replies = self.grid.send_and_receive(messages, timeout=seconds)
         for reply in replies:
+            # for a node that is gone Flower's SuperLink answers, under its own number
             if reply.metadata.src_node_id not in connected:
-                # Flower answers for nodes that are gone, under its own number
-                continue  # the SuperLink reports that a node is gone
+                continue
             waiting.discard(reply.metadata.src_node_id)
             try:
                 self._add(reply, tasks)
             except InputError as error:
-                wrong.append(str(error))
+                refusals.append(str(error))
+        # told once, not every time that a silent node is asked again
         for node_id in sorted(waiting - self.silent):
-            wrong.append(f"nodes: node {node_id} did not say within {seconds:g} s which client it is")
+            refusals.append(f"nodes: node {node_id} did not say within {seconds:g} s which client it is")
         self.silent -= {*new} - waiting
         self.silent |= waiting
-        return wrong
+        return refusals
 
     def _add(self, reply: Message, tasks: int) -> None:
         """Add a node that can take part."""
@@ -533,7 +545,7 @@ class Nodes:
             )
         other_node = self.of_client.get(facts.client)
         previous = self.facts.get(facts.client)
-        # a node that is gone may be replaced by another one of the same client
+        # a restarted node has another number: the client's old node must be gone
         if other_node in self.connected:
             raise InputError(f"partition-id: two nodes say that they are client {facts.client}")
         if previous and previous.examples != facts.examples:
@@ -542,7 +554,8 @@ class Nodes:
                 f"{previous.examples}"
             )
         reports = (*self.facts.values(), facts)
-        # private data have no digest that the server could know
+        # With test images of its own the server has no digest to compare with, so clients
+        # are compared with each other. Private images differ by nature.
         images = {report.digests["images"] for report in reports} - {node.OWN}
         if len(images) > 1:
             raise InputError(f"client {facts.client}: its images are not those of the other clients")
@@ -624,8 +637,8 @@ class Link:
         player = self.exp.engine.players[index]
         accumulator = player.empty()
         present = np.array(sorted(replies), np.int64)
-        # the order in which one lane plays them: the sums
-        # have the same rounding as in a simulation
+        # not as they arrive but in the order in which one lane plays them: sums of floats
+        # depend on it, and these are to be those of a simulation
         for client in sorted(replies, key=lambda client: (-int(partition.count[client]), client)):
             position = int(np.searchsorted(present, client))
             context = _client_context(round_context, broadcast, partition, client)
@@ -663,7 +676,7 @@ class Link:
         payload = to_arrays(broadcast.payload)
         cached = to_arrays(broadcast.cached)
         replies = {}
-        # a second time for those that lacked an array
+        # twice: those that lacked an array get everything in the second pass
         for _ in range(2):
             # an answer to an earlier call must not count for this one
             calls = {client: call | {"nonce": secrets.token_hex(16)} for client in clients}
@@ -687,7 +700,7 @@ class Link:
     def _begin(self, client: int, fresh: bool) -> None:
         """Note that a client has worked, from its first state if `fresh`."""
         restarted = fresh and client in self.begun
-        # counted, because a lost state changes what the method computes
+        # counted and told, because without its old state a client computes something else
         self._count(restarted=int(restarted))
         self.begun.add(client)
         if restarted:
@@ -708,10 +721,11 @@ class Link:
 
     def _ask(self, contents: dict[int, RecordDict]) -> dict[int, RecordDict]:
         """Send the contents and return the answers of those clients that answer."""
-        # Flower would wait for nodes that are known to be gone, so they are left out
+        # Flower would wait until the timeout for nodes that are gone, so they are left
+        # out
         connected = self.nodes.connected
         node_of = self.nodes.of_client
-        # a node that connected after the plan was made plays from the next round on
+        # the other way round too, since a reply names its node
         client_of = {node_of[client]: client for client in contents if node_of.get(client) in connected}
         group = str(self.total.get("uploads", 0))
         messages = [
@@ -723,7 +737,8 @@ class Link:
         if messages:
             replies = self.nodes.grid.send_and_receive(messages, timeout=self.timeout)
         for reply in replies:
-            client = client_of.get(reply.metadata.src_node_id)  # None in a report of the SuperLink
+            # None in a report of the SuperLink, which answers for nodes that are gone
+            client = client_of.get(reply.metadata.src_node_id)
             if reply.has_error():
                 sender = "a client"
                 if client is not None:
@@ -747,6 +762,7 @@ class Link:
         finite."""
         index = answer.call["index"]
         player = self.exp.engine.players[index]
+        # all checks before the first sum: a wrong answer leaves the accumulator as it was
         try:
             _check_stamp(answer)
             metrics = _metrics(player.round.program, accumulator, context, answer.content)
@@ -806,8 +822,8 @@ def _client_context(
     partition: ClientPartition,
     client: int,
 ) -> ClientContext:
-    """A client's context as far as the server knows it: not how many examples of each
-    class it has."""
+    """Return a client's context as far as the server knows it: not how many examples of
+    each class it has."""
     examples = jnp.asarray(partition.count[client], jnp.int32)
     by_class = jnp.asarray(partition.class_examples[client], jnp.int32)
     info = ClientInfo(jnp.asarray(client, jnp.int32), examples, by_class, round_context.round)

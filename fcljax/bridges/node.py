@@ -32,11 +32,13 @@ from fcljax.runs.rounds import first_server
 from fcljax.scenario import Scenario, make_scenario, scenario_of_counts, scenario_of_one
 from fcljax.types import Broadcast, PyTree, RoundContext, Upload
 
-MAX_EXAMPLES = 1_000_000  # of a client in a task: the server's plan has a place for each
-OWN = "its own"  # stands for the digest of a client's own images
+# of a client in a task. The server's plan has a place for each, so that a client that
+# claims 10^12 examples would use up the server's memory.
+MAX_EXAMPLES = 1_000_000
+OWN = "its own"  # in place of the digest of images that no other machine has
 
 
-# ---- settings ----------------------------------------------------------------------------------------------
+# ---- settings --------------------------------------------------------------------------
 
 
 def federation_settings(method: str | None, options: dict[str, Any]) -> RunConfig:
@@ -50,15 +52,19 @@ def federation_settings(method: str | None, options: dict[str, Any]) -> RunConfi
     Raises:
       InputError: for a wrong value, or for settings that only a simulation can honour.
     """
+    # Flower's configuration is TOML, in which names are usually written with dashes
     options = {name.replace("-", "_"): value for name, value in options.items()}
     method_name = options.pop("method", method)
     if not method_name or (method and method_name != method):
         raise InputError(f"method: {method_name!r} given; name one method, such as 'fppl'")
+    # the run's configuration comes over the network: it may name a method of the package,
+    # never a file to execute
     if not method:
         check_no_code(method_name, "method", "give it to client_app and server_app")
     settings = config.resolve(config.from_mapping(method_name, options, "settings"))
     check_deployable(settings)
-    # what runs on this machine: `auto` on a CPU is not that of an accelerator
+    # `auto` means something else on a CPU than on an accelerator; as a value the server
+    # can compare it with the clients'
     return dataclasses.replace(settings, dtype=compute_type(settings))
 
 
@@ -84,6 +90,8 @@ def check_deployable(settings: RunConfig) -> None:
             f"task_pool: {pool!r} makes the tasks from the examples of all clients, which no "
             "server has; nearest: None"
         )
+    # everything about lanes, memory and checkpoints. `eval_every_round` is the server's
+    # own business; whatever else stands at its default asks for nothing.
     only_simulated = {field.name for field in dataclasses.fields(EngineConfig)} | {"devices"}
     for field in dataclasses.fields(RunConfig):
         if field.name not in only_simulated or field.name == "eval_every_round":
@@ -95,7 +103,7 @@ def check_deployable(settings: RunConfig) -> None:
             )
 
 
-# ---- a client ----------------------------------------------------------------------------------------------
+# ---- a client --------------------------------------------------------------------------
 
 
 class OwnData(NamedTuple):
@@ -136,10 +144,13 @@ def load_client(settings: RunConfig, private: OwnData | None) -> ClientData:
       InputError: for settings or files that cannot work.
     """
     joint = find_method(settings.source).joint
+    # the whole data set and the whole partition, of which the client reads its part: so
+    # it is the same one as in a simulation
     if private is None:
         inputs = load_inputs(settings)
         scenario = make_scenario(inputs.dataset, settings, settings.rounds, joint)
         return ClientData(inputs, scenario, False)
+    # the file has the client's examples and no others, so there is nothing to select
     _check_all_classes(settings, "partitions")
     dataset = load_part(settings.dataset, private.path, "train", private.class_names)
     scenario = scenario_of_one(dataset, settings, settings.rounds, joint, private.client)
@@ -161,6 +172,7 @@ def check_client_id(client: object, count: int) -> int:
     Raises:
       InputError: for anything else than a number below it.
     """
+    # a sender may write anything, and to Python True is the client 1
     if isinstance(client, bool) or not isinstance(client, int) or not 0 <= client < count:
         raise InputError(f"partition-id: {client!r} of {count} clients; choose 0 to {count - 1}")
     return client
@@ -192,6 +204,7 @@ def client_experiment(
     """
     check_no_search(settings)
     data = load_client(settings, private)
+    # this client's own number would give other shapes than the server expects
     sizes = sizes_of(data.scenario)._replace(examples=examples)
     exp = assemble(settings, data.inputs, data.scenario, sizes, single=True)
     return with_queries(exp, ("train",))
@@ -214,8 +227,11 @@ def check_no_search(settings: RunConfig) -> None:
 def first_state(exp: Experiment, client: int) -> PyTree:
     """Return a client's state before it ever takes part."""
     shape = state_shape(exp)
+    # where clients keep nothing, the server's initial state, which takes a compilation,
+    # is not needed
     if not jax.tree.leaves(shape):
         return shape
+    # the key of a simulation, whose clients begin with the same state
     key = jax.random.fold_in(exp.key, RunKey.CLIENTS)
     states = client_states(exp.method, first_server(exp), jnp.array([client]), key)
     return jax.tree.map(lambda x: x[0], states)
@@ -254,6 +270,7 @@ def client_work(
     Raises:
       InputError: for a task or a round that does not exist.
     """
+    # the request comes over the network, and a negative index would pick the last one
     sizes = (len(exp.method.rounds), len(exp.scenario.tasks), exp.sizes.rounds)
     for name, value, size in zip(("index", "task", "round"), request[:3], sizes, strict=True):
         if not 0 <= value < size:
@@ -265,7 +282,7 @@ def client_work(
     return work_alone(exp.engine, exchange, state, exp.train)
 
 
-# ---- the server --------------------------------------------------------------------------------------------
+# ---- the server ------------------------------------------------------------------------
 
 
 class ServerData(NamedTuple):
@@ -287,6 +304,8 @@ def load_server(settings: RunConfig, test: str | None) -> ServerData:
         joint = find_method(settings.source).joint
         scenario = make_scenario(inputs.dataset, settings, settings.rounds, joint)
         counted = ClientData(inputs, scenario, False)
+        # counted before the training images are dropped: claims of clients are checked
+        # against these numbers
         assigned = [counted.examples(client) for client in range(settings.clients)]
         return ServerData(inputs._replace(dataset=_without_training(inputs.dataset)), assigned)
     _check_all_classes(settings, "test")
@@ -316,6 +335,7 @@ def server_facts(settings: RunConfig, inputs: Inputs, test: str | None) -> Facts
 
 def _without_training(dataset: Dataset) -> Dataset:
     """Return the data set with one example of zeros, of class 0, for training."""
+    # one example and not none, since the engine is traced with an example
     size = None
     if dataset.size_train is not None:
         size = dataset.size_train[:1]
@@ -353,6 +373,7 @@ def check_facts(server: Facts, client: Facts, tasks: int) -> None:
     """
     sender = f"client {client.client}"
     check_client_id(client.client, server.settings["clients"])
+    # the settings first: where they differ, so do most digests, which say less
     differing = resume.differing(server.settings, client.settings)
     if differing:
         hint = ""
@@ -361,6 +382,7 @@ def check_facts(server: Facts, client: Facts, tasks: int) -> None:
         raise InputError(f"{sender}: it has other settings: {', '.join(differing.values())}{hint}")
     for name, digest in server.digests.items():
         client_digest = client.digests.get(name, "")
+        # images of its own, on either side, cannot be compared with anything
         if client_digest != digest and not (name == "images" and OWN in (client_digest, digest)):
             raise InputError(
                 f"{sender}: its {name} are not the server's: sha256 {client_digest[:16]}, not {digest[:16]}"

@@ -24,7 +24,9 @@ except ImportError:
 from fcljax.types import PyTree
 
 NUMPY = "numpy.ndarray"  # Flower's name of numpy's own file format
-MAX_HEADER = 10_000  # bytes of an array's header, which gives its type and shape
+# bytes of an array's header, which gives its type and shape: numpy reads it by Python's
+# parser, which a long text can crash
+MAX_HEADER = 10_000
 MOST_METRIC = 1e32  # the sum over a million clients is finite in float32
 
 Shape = jax.ShapeDtypeStruct
@@ -67,8 +69,8 @@ def from_metrics(record: MetricRecord, like: PyTree, what: str) -> PyTree:
     """
     expected = _named(like)
     _check_names(record, expected, what)
+    # `not <=` in place of `>`: with NaN every comparison is false
     for name in expected:
-        # also false for NaN
         if not isinstance(record[name], int | float) or not abs(record[name]) <= MOST_METRIC:
             raise InputError(f"{what}: {name} is {record[name]!r}; expected a finite number")
     leaves = [np.asarray(record[name], leaf.dtype) for name, leaf in expected.items()]
@@ -83,6 +85,7 @@ def config(values: Mapping[str, int | float | str | bool | bytes | list]) -> Con
 def record_bytes(record: RecordDict) -> int:
     """Count the bytes of a message's content as Flower sends it: all records, arrays
     and chunks, with headers. Equal pieces are sent, and counted, once."""
+    # by object id, which is a hash of the content: Flower sends each object once
     sizes = {}
     waiting = [record]
     while waiting:
@@ -104,7 +107,7 @@ def list_in(record: ConfigRecord, name: str) -> list:
     return value
 
 
-# ---- files -------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------
 
 
 def save_records(path: Path, records: Mapping[str, ArrayRecord]) -> None:
@@ -115,8 +118,10 @@ def save_records(path: Path, records: Mapping[str, ArrayRecord]) -> None:
         for name, array in arrays.items()
     ]
     data = [np.frombuffer(array.data, np.uint8) for arrays in records.values() for array in arrays.values()]
-    # states reveal training data: a new folder is the user's alone
+    # a state reveals training data, so no other user may read a folder made here
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # one file, replaced as a whole: a state and cached arrays of two rounds would not fit
+    # together
     with atomic(path) as temporary:
         header = np.array(json.dumps({"records": list(records), "arrays": index}))
         np.savez(temporary, header, *data)
@@ -136,12 +141,13 @@ def load_records(path: Path) -> dict[str, ArrayRecord]:
             records = {name: ArrayRecord() for name in header["records"]}
             for i, (record_name, name, dtype, shape) in enumerate(header["arrays"], 1):
                 records[record_name][name] = Array(dtype, tuple(shape), NUMPY, file[f"arr_{i}"].tobytes())
-    except Exception as error:  # a damaged file may raise anything in the parsers of zip and npy
+    # a damaged file may raise anything in the parsers of zip, npy and json
+    except Exception as error:
         raise InputError(f"state-dir: {str(path)!r} is damaged: {error}; remove it to start again") from None
     return records
 
 
-# ---- one array ---------------------------------------------------------------------------------------------
+# ---- one array -------------------------------------------------------------------------
 
 
 def _named(tree: PyTree) -> dict[str, PyTree]:
@@ -166,6 +172,8 @@ def _stored(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], np.dty
 def _packed(leaf: PyTree) -> Array:
     if not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
+    # `view` needs contiguous memory, and ascontiguousarray gives a scalar an axis, which
+    # reshape takes away again
     _, stored = _stored(leaf.shape, leaf.dtype)
     plain = np.asarray(jax.random.key_data(leaf) if _is_key(leaf.dtype) else leaf)
     stream = io.BytesIO()
@@ -178,6 +186,7 @@ def _unpacked(array: Array, like: PyTree, where: str) -> jax.Array:
         raise InputError(f"{where} is {array.dtype!r}; expected {str(like.dtype)!r}")
     if tuple(array.shape) != tuple(like.shape):
         raise InputError(f"{where} has shape {list(array.shape)}; expected {list(like.shape)}")
+    # the shape and type that we expect, never those that the sender claims
     plain = _plain(array, *_stored(tuple(like.shape), like.dtype), where)
     if _is_key(like.dtype):
         return jax.random.wrap_key_data(jnp.asarray(plain), impl=jax.random.key_impl(jax.random.key(0)))
@@ -200,7 +209,8 @@ def _plain(
         if header != (shape, False, dtype):
             raise ValueError(f"it holds {header[2]} of shape {list(header[0])}")
         return np.frombuffer(array.data, dtype, offset=stream.tell()).reshape(shape)
-    except Exception as error:  # numpy's parser of headers raises what Python's does
+    # numpy reads headers by Python's parser, which raises more than ValueError
+    except Exception as error:
         raise InputError(f"{where} is damaged: {error}") from None
 
 
