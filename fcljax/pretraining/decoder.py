@@ -79,7 +79,8 @@ from fcljax.types import PyTree
 LETTERS = "letters"
 _MOST_POINTS = 50  # of the loss curve
 _PANEL = 8  # images in the figure
-# options that do not influence the weights
+# options that do not influence the weights: a resumed training may change them, and the
+# command in the file leaves them out
 _WITHOUT_INFLUENCE = ("out", "resume", "checkpoint_every", "data_dir", "verify")
 
 
@@ -119,8 +120,8 @@ class PretrainDecoderConfig(BackboneConfig, SplitConfig):
     """Fraction of the steps in which the learning rate rises from 0."""
     mask_ratio: float = option(0.75, positive=True, below=1.0)
     """Fraction of the patches to mask."""
-    # pMAE's server trains on the whole output. With weight 0 its visible patches are
-    # noise, so 1 is better.
+    # With weight 0 the decoder's output for visible patches is noise. pMAE's server
+    # trains on whole reconstructions, so for it 1 is better.
     visible_weight: float = option(0.0, most=1.0)
     """Weight of the visible patches' error in the loss (MAE: 0)."""
     crop_scale: float = option(0.2, positive=True, most=1.0)
@@ -217,7 +218,8 @@ def _letters(cfg: PretrainDecoderConfig, size: int) -> Images:
 
 
 def _from_dataset(cfg: PretrainDecoderConfig, size: int) -> Images:
-    # its test images serve as held-out training images
+    # with `holdout`, the split's test images are held-out training images; the data set's
+    # own test images are not read
     dataset = load_split(cfg, size)
     check_images("dataset", dataset)
     train = StoredImages(dataset.x_train, dataset.size_train)
@@ -227,17 +229,21 @@ def _from_dataset(cfg: PretrainDecoderConfig, size: int) -> Images:
     if count < batch_size:
         raise InputError(f"batch_size: {batch_size} of {count} training images; nearest: {count}")
     steps_per_epoch = count // batch_size
-    # spread over the split, which is sorted by class
+    # evenly over the split, which is sorted by class: its first images would be of a few
+    # classes
     validation = np.linspace(0, len(dataset.y_test) - 1, min(cfg.validate, len(dataset.y_test))).astype(int)
 
     def draw(step: int) -> StoredImages:
         epoch, i = divmod(step, steps_per_epoch)
         indices = _order(cfg.seed, epoch, count)[i * batch_size : (i + 1) * batch_size]
+        # the order within a batch means nothing, and sorted rows of a file on disk are
+        # read in one pass
         return train.take(np.sort(indices))
 
     return Images(draw, steps_per_epoch, held_out.take(validation), dataset.augment, dataset.digest)
 
 
+# one epoch is kept: each of its steps asks for the order again
 @functools.lru_cache(maxsize=1)
 def _order(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(count)
@@ -261,6 +267,7 @@ def random_crops(
 
     def crop(image, box, flip, original_size):
         box = box * jnp.tile(stored_size / original_size, 2)  # in stored pixels
+        # from input to output pixels: the box grows to the side, its corner moves to 0
         scale = side / box[2:]
         grey = jax.image.scale_and_translate(
             image.astype(jnp.float32), (side, side, 3), (0, 1), scale, -box[:2] * scale, "cubic"
@@ -268,6 +275,7 @@ def random_crops(
         return jnp.where(flip, grey[:, ::-1], grey)
 
     grey = jax.vmap(crop)(images, boxes, flips, original_sizes)
+    # cubic weights overshoot at edges
     grey = jnp.clip(jnp.round(grey), 0, 255).astype(jnp.uint8)
     # images have the network's size, so this only normalises
     return clean_view(dataclasses.replace(preprocess, margin=1.0), grey)
@@ -288,6 +296,7 @@ def _reconstruct(
 def _optimiser(plan: DecoderPlan) -> optax.GradientTransformation:
     cfg = plan.config
 
+    # weight decay on matrices alone, as in MAE: not on biases, norms and the mask token
     def matrices(params: PyTree) -> PyTree:
         return jax.tree_util.tree_map_with_path(lambda path, x: path[-1].key == "kernel", params)
 
@@ -326,6 +335,7 @@ def _step(
             visible = reconstruction_loss(patches, view, ~masking.masked)
         return hidden + weight * visible, hidden
 
+    # the reported loss is that of hidden patches, comparable over --visible-weight
     params, opt, loss = optimiser_step(_optimiser(plan), objective, state.params, state.opt)
     curve = state.curve.at[0, position.point].add(position.weight * loss)
     return DecoderState(params, opt, curve), loss
@@ -340,8 +350,8 @@ def _keys(seed: int) -> Key[Array, "2"]:
 
 
 def _held_out_views(plan: DecoderPlan, images: StoredImages, start: Array) -> tuple[Array, Masking]:
-    """Return clean views and masks; `start` is the first image's position, on which masks
-    depend alone."""
+    """Return clean views and masks. `start` is the first image's position: masks depend on
+    positions alone, not on the batch size or the step."""
     image, size = images
     positions = start + jnp.arange(len(image))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(VALIDATION_SEED), positions)
@@ -462,6 +472,8 @@ def _train(
     JAX computes a step in the background while the next batch is read.
     """
     state, steps_done = _start_or_resume(plan, manager)
+    # step -> point of the curve; a point is the mean over its steps, which are not
+    # equally many where the points do not divide the steps
     points = np.arange(plan.steps) * state.curve.shape[1] // plan.steps
     weights = 1 / np.bincount(points).astype(np.float32)
     recent = []
@@ -473,9 +485,12 @@ def _train(
             position = StepPosition(step, point, weights[point])
             state, loss = _step(plan, encoder, state, images.batch(step), position)
             recent = [*recent[-19:], loss]
+            # at the last step of a point
             if is_last or points[step + 1] != point:
                 validation = validation_loss(plan, encoder, state.params, images.held_out)
                 state = state._replace(curve=state.curve.at[1, point].set(validation))
+                # diverged: the caller says so. No checkpoint is written, since the state
+                # is of no use.
                 if not np.isfinite(validation):
                     break
             if (step + 1) % checkpoint_every == 0 or is_last:
@@ -557,6 +572,7 @@ def _open_folder(
                 f"resume: {str(folder)!r} was trained with other settings: {', '.join(differences)}"
             )
         return folder
+    # without exist_ok: a folder that another process has made meanwhile is not ours
     folder.mkdir()
     write_text(folder / "config.yaml", yaml.safe_dump(options, sort_keys=False))
     return folder
@@ -581,6 +597,7 @@ def _draw(
     """Draw the loss curve, and the decoder's predictions for some held-out images."""
     points = state.curve.shape[1]
     count = len(held_out.image)
+    # number of steps at the end of each point, rounded up as `_train` assigns them
     last_steps = (np.arange(1, points + 1) * plan.steps + points - 1) // points
     panel = np.linspace(0, count - 1, min(_PANEL, count)).astype(int)
     strips = _strips(plan, encoder, state.params, held_out.take(panel))
@@ -638,8 +655,9 @@ def pretrain_decoder(
     start_time = time.monotonic()
     _check_options(config)
     cfg = config
+    # by the path of its file: by name, the packaged encoder would come with its decoder,
+    # and the new one is not trained from that
     if cfg.checkpoint is None:
-        # given as a file, a packaged encoder comes without the packaged decoder
         name = cfg.backbone
         if name == "auto":
             name = "vit_micro"
@@ -654,16 +672,19 @@ def pretrain_decoder(
     folder = _open_folder(cfg, backbone, images)
     with checkpoint.open_checkpoints(folder / "steps", keep=2) as manager:
         state = _train(plan, backbone.params, images, manager, cfg.checkpoint_every)
+    # of the rounded parameters, which runs will load
     stored = as_stored(state.params)
     validation = validation_loss(plan, backbone.params, stored, images.held_out)
     if not np.isfinite(validation):
-        shutil.rmtree(folder)  # it is not worth resuming
+        # not worth resuming; and with the folder there, the next try would be refused
+        shutil.rmtree(folder)
         raise InputError(f"lr: {cfg.lr} made the training diverge; nearest to try: {cfg.lr / 10:g}")
     out = Path(cfg.out)
     save_native(out, {"decoder": stored}, _metadata(config, plan, backbone), "float16")
     figure = out.with_suffix(".png")
     state = state._replace(params=stored)
     _draw(figure, plan, backbone.params, state, images.held_out)
+    # last: until both files are written, an interrupted call can be resumed
     shutil.rmtree(folder)
     return {
         "out": str(out),

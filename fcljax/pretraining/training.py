@@ -18,7 +18,8 @@ from fcljax.options import fields_of
 from fcljax.terminal import progress_bar
 from fcljax.types import PyTree
 
-# no experiment has this seed, so that choices made here do not see its data set
+# a seed of no experiment: choices that are made on these images see none of an
+# experiment's
 VALIDATION_SEED = 1_000_003
 _EVERY = 20  # steps between updates of the progress bar
 
@@ -48,13 +49,13 @@ def optimiser_step(
 def warmup_cosine(peak: float, share: float, steps: int) -> optax.Schedule:
     """Make a schedule: a linear rise from 0 in this share of the steps, then half a
     cosine to 0."""
-    # at least one step of decay, also in the shortest runs
+    # optax wants more steps in all than of warm-up: at least one is left for the decay
     return optax.warmup_cosine_decay_schedule(0.0, peak, min(round(steps * share), steps - 1), steps)
 
 
 def as_stored(params: PyTree) -> PyTree:
     """Round parameters to float16, the type of the written files."""
-    # as stored in float16, so that the validation sees what a run loads
+    # back to float32, in which the network computes: the validation sees what a run loads
     return jax.tree.map(lambda x: x.astype(jnp.float16).astype(jnp.float32), params)
 
 
