@@ -176,8 +176,8 @@ def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
         if one_pair:
             return ()
         if options.local_lora == "current":
-            # earlier pairs do not act in a client's network, but an orthogonality loss reads
-            # their A
+            # earlier pairs do not act in a client's network, but an orthogonality loss
+            # reads their A
             # pyrefly: ignore[bad-argument-type]  # None is what clients do not need
             return params._replace(b_q=None, b_v=None)
         return params

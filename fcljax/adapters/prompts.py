@@ -79,8 +79,8 @@ def fuse(
     """
     is_current = (jnp.arange(prompts.shape[0]) == task)[:, None, None, None]
     prompts = jnp.where(is_current, current, jax.lax.stop_gradient(prompts))
-    # block by block: on a CPU the gradient of all at once writes each image's prompts four
-    # times
+    # block by block: on a CPU the gradient of all at once writes each image's prompts
+    # four times
     fused = [exact_einsum("tld,bt->bld", prompts[:, block], weights) for block in range(prompts.shape[1])]
     return jnp.stack(fused, axis=1)
 

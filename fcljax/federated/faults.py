@@ -132,8 +132,8 @@ def reached(
     def fault(client: Array) -> Array:
         return drawn_fault(shares, seed, jnp.int32(task), jnp.int32(round_), client)
 
-    # drawn here on the host with the same keys as inside of the compiled program: a client
-    # that drops out has no other fault
+    # drawn here on the host with the same keys as inside of the compiled program: a
+    # client that drops out has no other fault
     faults = jax.vmap(fault)(jnp.asarray(ids, jnp.int32))
     return ids[np.asarray(faults) != list(shares).index(_DROP)]
 

@@ -126,8 +126,8 @@ def play_exchange(
         upload, state, steps = train_client(this_round.program, context, states[client], examples, read, key)
         uploads[client] = upload
         metrics += steps
-        # a client whose upload is rejected keeps its old state: training that ended in NaN
-        # would otherwise stay in it
+        # a client whose upload is rejected keeps its old state: training that ended in
+        # NaN would otherwise stay in it
         if upload is not None:
             states[client] = state
 

@@ -84,8 +84,8 @@ def recursive_least_squares(width: int, classes: int, ridge: float, longest: Lon
         return ridge * jnp.eye(width)
 
     def update(round: ServerRound, params: Params, inverse_r: Float[Array, "D D"]) -> ServerUpdate:
-        # sums of all clients: R depends only on their sum, so the order of clients does not
-        # matter
+        # sums of all clients: R depends only on their sum, so the order of clients does
+        # not matter
         gram, cross, _ = round.reports["moments"]
         inverse_r, weights = recursion(inverse_r, params.classifier.weights, gram, cross)
         classifier = params.classifier._replace(weights=weights)

@@ -118,8 +118,8 @@ def global_moments(run: Run) -> ServerRule:
         return reports.no_moments(classes, width)
 
     def add(step: ClientStep, total: ClassMoments) -> ClassMoments:
-        # the frozen network's features: no adapter changes them, so the moments hold in all
-        # rounds of the task
+        # the frozen network's features: no adapter changes them, so the moments hold in
+        # all rounds of the task
         feature = step.output.query
         batch = step.batch
         assert feature is not None
@@ -176,7 +176,7 @@ def compensate(options: C2PromptOptions, run: Run, loss: Loss) -> ClientRule:
       loss: of images beside their prompts, times its share.
     """
     shape = (run.sizes.task_classes, options.compensation_length, run.network.width)
-    # the run's optimiser gives a direction; these prompts have a learning rate of their own
+    # the run's optimiser gives a direction, and these prompts have their own learning rate
     optimiser = optax.chain(run.training.optimiser, optax.scale(-options.compensation_lr))
 
     def init(_key: PRNGKeyArray, _trainable: Params) -> Compensation:
@@ -199,7 +199,7 @@ def compensate(options: C2PromptOptions, run: Run, loss: Loss) -> ClientRule:
             update, state = optimiser.update(gradient, memory.optimiser, memory.prompt)
             return Compensating(optax.tree.add(memory.prompt, update), state, memory.trains)
 
-        # the program is the same in all rounds, so later ones play the pass without effect
+        # all rounds play the same program, so the pass has no effect in later ones
         return jax.lax.cond(memory.trains, train, lambda: memory)
 
     def value(step: ClientStep, memory: Compensating) -> Float[Array, ""]:

@@ -252,7 +252,7 @@ def teachers_loss(
     target = jax.lax.map(lambda teacher: logits(*teacher), (teachers.trainable, image))
     student = logits(trainable, image.reshape(-1, *image.shape[2:]))
     target = target.reshape(student.shape)
-    # the parameters of an invalid client are the mean's, which are finite, and masked here
+    # an invalid client has the mean's parameters, which are finite, and is masked here
     counts = jnp.repeat(teachers.valid, image.shape[1])
     loss = distillation(student, target, task.seen, counts, options.distill_temperature)
     return options.distill_weight * loss

@@ -124,8 +124,8 @@ def orthogonal_inputs(options: DolfinOptions, run: Run) -> ServerRule:
         task = round.task.index
         pairs: Lora = params.adapter
         rank = pairs.a_q.shape[2]
-        # from the memory of the earlier tasks: this task's inputs join it below, and would
-        # leave A no directions
+        # from the memory of the earlier tasks: this task's inputs join it below, and
+        # would leave A no directions
         a = jax.vmap(lambda p, g: new_directions(p, g, rank))(memory, gram)
         # queries and values read the same inputs, so both pairs get the same A
         pairs = pairs._replace(a_q=pairs.a_q.at[task].set(a), a_v=pairs.a_v.at[task].set(a))

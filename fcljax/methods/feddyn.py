@@ -75,7 +75,7 @@ def dynamic_regularisation(weight: float, clients: int) -> tuple[ClientRule, Ser
     """
 
     def loss(step: ClientStep, memory: OfTask) -> Float[Array, ""]:
-        # eq. 1 with <h_i, w - x> in place of <h_i, w>: the difference <h_i, x> is constant
+        # eq. 1 with <h_i, w - x> for <h_i, w>: the difference <h_i, x> is constant
         change = model_change(step.context, step.trainable)
         squared_norm = optax.tree.norm(change, squared=True)
         return weight / 2 * squared_norm - optax.tree.vdot(memory.params, change)
@@ -87,7 +87,7 @@ def dynamic_regularisation(weight: float, clients: int) -> tuple[ClientRule, Ser
         _state: OfTask,
     ) -> OfTask:
         change = model_change(context, trainable)
-        # setting the gradient of eq. 1 to 0 shows that this is the gradient of L_ce at w_i
+        # where the gradient of eq. 1 is 0, this is the gradient of L_ce at w_i
         return memory._replace(params=optax.tree.add_scale(memory.params, -weight, change))
 
     def init(_params: Params, trainable: Params) -> ServerSlope:

@@ -130,7 +130,7 @@ def gram_report(options: FedRANOptions, run: Run) -> Report:
     most_examples = run.sizes.examples
 
     def init(_context: ClientContext) -> Moments | Examples:
-        # with n <= M examples, the features themselves [n, M] are smaller than H^T H [M, M]
+        # for n <= M examples the features [n, M] are smaller than H^T H [M, M]
         if 0 < most_examples <= width:
             return no_examples(most_examples, width, classes)
         return no_moments(width, classes)

@@ -155,8 +155,8 @@ def input_sketch(columns: int) -> Report:
         tokens = x.shape[1] // len(step.batch.mask)
         client = step.context.client.id
 
-        # keyed by client, task and example: the sketch does not depend on the batches, and
-        # no two clients have the same signs
+        # keyed by client, task and example: the sketch does not depend on the batches,
+        # and no two clients have the same signs
         def signs(example: Int[Array, ""]) -> Float[Array, "tokens s"]:
             key = fold(jax.random.key(0), client, step.context.task.index, example)
             return jax.random.rademacher(key, (tokens, total.shape[2]), jnp.float32)

@@ -84,7 +84,7 @@ class PiloraLoraOptions(PiloraOptions):
 
 
 _RUN = RunConfig(optimiser=Adam(weight_decay=1e-5), lr=0.1, lr_schedule="cosine", train_share=0.8)
-# at a rate of 1e-3 LoRA spoils the features of a real network, of which prototypes are means
+# mini: at a learning rate of 1e-3 LoRA spoils the features, of which prototypes are means
 PRESETS = with_mini(
     {
         "intended": Preset(PiloraLoraOptions(), _RUN),

@@ -246,7 +246,7 @@ def restore_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> 
     def finalize(_end: ClientEnd, sample: RestoreSample) -> Restore:
         return in_order(sample)
 
-    # `follows_rule`: the server merges no tokens, so the run may choose any aggregation rule
+    # `follows_rule`: the server merges no tokens, so any aggregation rule may be chosen
     view = pass_over(run.training.batch_size)
     return Report(RESTORE, init, offer, finalize, view, follows_rule=True, possible=possible_tokens)
 
@@ -293,8 +293,8 @@ def draw_examples(
       batch: labels and indices of the examples.
     """
     classes, u = sample.priority.shape
-    # each class has one row of candidates: the Ct u sampled entries, then the batch. Those
-    # of other classes have priority -1
+    # each class has one row of candidates: the Ct u sampled entries, then the batch.
+    # Those of other classes have priority -1
     same_class = jnp.eye(classes, dtype=bool)[:, :, None]
     sampled = jnp.where(same_class, sample.priority, -1.0).reshape(classes, classes * u)
     has_label = (task.classes[:, None] == batch.label) & offered.present

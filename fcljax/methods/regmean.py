@@ -114,7 +114,7 @@ def responses(options: RegMeanOptions, run: Run) -> Report:
         }
         return Responses(grams, changes)
 
-    # after training: G_i is of the inputs that the layers have in the client's trained model
+    # after training: G_i is of the layers' inputs in the client's trained model
     view = View(1, run.training.batch_size, shuffle=False)
     possible = functools.partial(possible_responses, run)
     return Report("responses", init, add, finalize, view, "sum", possible=possible)

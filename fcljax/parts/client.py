@@ -433,7 +433,7 @@ def descend(work: ClientWork, context: ClientContext, local: Local, direction: P
     adapter_rate = work.learner.adapter.rate
     if adapter_rate is None:
         adapter_rate = training.lr
-    # of the adapter, the classifier and the parameters of client rules: the order of `Params`
+    # in the order of `Params`: adapter, classifier, parameters of client rules
     rates = (adapter_rate, training.lr, training.lr)
     factor = training.rate_factor(context, training.epoch_of(context, local.steps))
 
@@ -573,7 +573,7 @@ def _step_of_pass(
 ) -> tuple[Local, Metrics]:
     """Show one batch to rules and reports. In a pass that trains, rules alone train."""
     trainable = local.trainable
-    # adapters work as in training, but the statistics of a batch must not enter what is measured
+    # adapters work as in training, but a batch's statistics must not change what is measured
     train = trains or work.learner.network.split is None
     output = work.learner.forward(context.frozen, context.cached, trainable, batch, context.task, train)
     step = ClientStep(work.learner, context, trainable, output, batch, key, trainable, train)
@@ -600,7 +600,7 @@ def start_memory(
         part = _part_at(rule, when)
         if part is None:
             return ()
-        # the first rule has the client's key itself: a second rule does not change its draws
+        # the first rule has the client's key: a second rule does not change its draws
         rule_key = key if i == 0 else jax.random.fold_in(key, i)
         return part.on_start(context, state[i], rule_key)
 

@@ -409,8 +409,8 @@ def _init(parts: _Parts, key: PRNGKeyArray, frozen: PyTree) -> ServerState:
     extra = {}
     for i, rule in enumerate(parts.rules):
         if rule.parameters:
-            # a key for each rule, by its place: the learner's draws, from `key` itself, and
-            # those of other rules stay the same
+            # a key for each rule, by its place: the learner's draws, from `key` itself,
+            # and those of other rules stay the same
             extra[rule.name] = rule.parameters(jax.random.fold_in(key, InitKey.CLIENT_RULE + i))
     params = params._replace(extra=extra)
     trainable = _trainable(parts, params, _first_task(parts.run.sizes))
@@ -559,7 +559,7 @@ def _task_end_round(parts: _Parts) -> Round:
 
     def start(context: ClientContext, state: tuple, key: PRNGKeyArray) -> Local:
         memory = client.start_memory(parts.rules, "task_end", context, state, key)
-        # no optimiser state and no totals: nothing of the model trains, nothing is reported
+        # no optimiser state and no totals: nothing trains, and nothing is reported
         return Local(_start_params(parts, context, state), (), memory, {}, jnp.int32(0))
 
     def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
@@ -748,7 +748,7 @@ def _serve(
     states = list(state.rules)
     metrics: Metrics = {}
     for i, rule in enumerate(parts.each_round):
-        # the first rule has the server's key itself: a second rule does not change its draws
+        # the first rule has the server's key: a second rule does not change its draws
         rule_key = key
         if i > 0:
             rule_key = jax.random.fold_in(key, i)

@@ -526,7 +526,7 @@ def _features(
     query = batch.query
     if query is None and queries:
         query = network.apply(frozen.network, batch.input, None, False, batch.mask)[0].cls
-    # nothing acts inside the network, so a second forward pass would give the same feature
+    # nothing acts inside the network: a second forward pass would give the same feature
     if adapter.plain and query is not None:
         return query, query, ()
     params = network_params(network, adapter, frozen, trainable)

@@ -300,7 +300,7 @@ def start_at_class_means(run: Run, learner: Learner) -> ServerRule:
         # classes that come back, as in a stream of domains, keep their learned weights
         is_new = present & (classes >= 0) & ~started[classes]
         classifier = at_means(params.classifier, round.task, means, is_new)
-        # JAX drops writes beyond the last class: classes that are not new stay as they are
+        # JAX drops writes beyond the last class: only new classes are marked
         index = jnp.where(is_new, classes, run.sizes.classes)
         started = started.at[index].set(True, mode="drop")
         return ServerUpdate(params._replace(classifier=classifier), started)

@@ -1,8 +1,9 @@
 """Federated averaging of any model on arrays, on the engine that runs everything else.
 
-It lies between a whole run (`fcljax.run`: networks, adapters, files) and the engine itself: clients are an
-array of owners, and the model is a Flax module or a pytree of parameters. Tasks, aggregation rules, client
-rules, server rules, attacks and differential privacy are those of runs.
+It lies between a whole run (`fcljax.run`: networks, adapters, files) and the engine
+itself: clients are an array of owners, and the model is a Flax module or a pytree of
+parameters. Tasks, aggregation rules, client rules, server rules, attacks and differential
+privacy are those of runs.
 """
 
 import dataclasses
@@ -67,14 +68,16 @@ from fcljax.run_options import MergingOptions
 from fcljax.terminal import progress_bar, say
 from fcljax.types import Attack, Batch, LabelAttack, Method, Network, RoundContext, Sizes, Task, When
 
-# number of examples for the loss of the untrained model, which tells whether training diverged
+# examples for the loss of the untrained model, which shows whether training diverged
 MOST_COMPARED = 1_000
 
 
 @runtime_checkable
 class ExampleLoss(Protocol):
-    """Returns the loss of each example, not their mean: the engine masks padding afterwards. A loss with a
-    parameter `key` gets a new key in every step, for dropout."""
+    """Returns the loss of each example, not their mean: padding is masked afterwards.
+
+    A loss with a parameter `key` gets a new key in every step, for dropout.
+    """
 
     def __call__(self, model: Any, x: Any, y: Any, /) -> Float[Array, " B"]: ...
 
@@ -97,7 +100,8 @@ class LocalSGD(NamedTuple):
     """How each client trains in a round."""
 
     loss: ExampleLoss | RandomLoss
-    """loss(model, x [B, ...], y [B, ...]) -> [B]; with a parameter `key`, loss(model, x, y, key=key)."""
+    """loss(model, x [B, ...], y [B, ...]) -> [B]; with a parameter `key`,
+    loss(model, x, y, key=key)."""
     optimiser: optax.GradientTransformation
     """New in every round; its learning rate is its own."""
     epochs: int
@@ -183,7 +187,7 @@ def fedavg(
     chosen_attack = attack_of(attack)
     params, model_of = _opened(model)
     aggregation = make_aggregation(merging_options(merging))
-    # `train_step` subtracts lr * direction with lr = 1, and optax's updates are to be added
+    # `train_step` subtracts lr * direction, here with lr = 1; optax's updates are added
     descent = optax.chain(client.optimiser, optax.scale(-1.0))
     learner = _learner(params, model_of, client.loss)
 

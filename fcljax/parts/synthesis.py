@@ -204,7 +204,7 @@ def adversarial_loss(
     def loss() -> Float[Array, ""]:
         return options.adversarial_weight * disagreement(teacher, student(pixels), seen)
 
-    # `cond` skips the student's forward pass during the warm-up, when it has learned nothing
+    # `cond` skips the student's forward pass in the warm-up, when it has learned nothing
     return jax.lax.cond(disputed, loss, lambda: jnp.zeros(()))
 
 
@@ -256,7 +256,7 @@ def best_images(
         update, state = optimiser.update(gradient, best.optimiser, best.params)
         new_params = jax.tree.map(jnp.add, best.params, update)
         gradient_sum = optax.tree.add(best.gradient_sum, gradient)
-        # the best step's images, as in TARGET's release: the last step need not be the best
+        # as in TARGET's release: the last step need not be the best
         image = jnp.where(value < best.loss, image, best.image)
         return Best(new_params, state, gradient_sum, jnp.minimum(value, best.loss), image)
 

@@ -132,7 +132,7 @@ def decomposed(inner: Learner, sizes: Sizes, composition: Composition) -> Learne
 
     def merge(params: Params, task: Task, trainable: Params) -> Params:
         base = trainable.adapter
-        # the mean of sparse uploads; a client's own model and evaluation have the whole base
+        # the mean of sparse uploads; elsewhere the base is whole
         if isinstance(base, SparseBase):
             base = filled(arrays, base, params.adapter.base)
         shared = params.adapter._replace(base=base)
@@ -464,7 +464,7 @@ def sparse(
 
 def filled(arrays: Arrays, mean: SparseBase, old: Float[Array, " N"]) -> Float[Array, " N"]:
     """Return the merged base: the senders' means, or the old value without senders."""
-    # the mean of 0 and 1 is the share of clients that sent an output: dividing by it turns
-    # a mean over all clients into one over the senders
+    # the mean of 0 and 1 is the share of clients that sent an output: dividing by it
+    # turns a mean over all clients into one over the senders
     share = arrays.of_outputs(mean.is_sent)
     return jnp.where(share > 0, mean.base / jnp.where(share > 0, share, 1.0), old)

@@ -304,7 +304,7 @@ def knowledge_base(options: FedWeITOptions, sizes: Sizes) -> ServerRule:
         params = params._replace(adapter=params.adapter._replace(received=received))
         return ServerUpdate(params, state, {"nonzero": _nonzero(round)})
 
-    # `follows_rule`: reports are stored, not merged, so the run may choose any aggregation rule
+    # `follows_rule`: reports are not merged, so any aggregation rule may be chosen
     report = Report("adaptive", no_adaptive, sparse_adaptive, follows_rule=True)
     return ServerRule("knowledge", update, init, reports=(report,), when="task_end")
 

@@ -472,7 +472,7 @@ def prototype_gradients(options: GLFCOptions, learner: Learner) -> Report:
         present = changed & (local.sums.examples > 0)
         return proxy.Gradients(gradient, present, spread_of(local.sums))
 
-    # `follows_rule`: the proxy merges nothing, so the run may choose any aggregation rule
+    # `follows_rule`: the proxy merges nothing, so any aggregation rule may be chosen
     return Report(proxy.REPORT, finalize=finalize, follows_rule=True, possible=possible_gradients)
 
 

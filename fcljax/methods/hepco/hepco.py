@@ -117,8 +117,8 @@ _IMPROVED = HepcoOptions(latents="gaussian", distill_lr=1e-3, features="both")
 PRESETS = with_mini(
     {
         "intended": prompted.CLIENT["intended"]._replace(options=HepcoOptions()),
-        # its latents come from sums over all examples, so the mean weighs clients by their
-        # examples too
+        # its latents come from sums over all examples, so the mean weighs clients by
+        # their examples too
         "improved": Preset(
             _IMPROVED,
             dataclasses.replace(prompted.CLIENT["intended"].run, aggregator="mean", headtune=True),
@@ -239,7 +239,7 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
 
     def update(round: ServerRound, params: Params, history: History) -> ServerUpdate:
         task = round.task
-        # for the generator of the task's classes, that of older ones, and the distillation
+        # for the generators of the task's classes and of older ones, and the distillation
         keys = jax.random.split(round.key, 3)
         client_examples = valid_examples(round)
         class_examples = client_examples.sum(0)
@@ -254,7 +254,7 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
         draw = functools.partial(draw_latents, options, shape, class_examples, history, task, generators)
         trainable, metrics = distil(model, clients, previous, draw, keys[2], jnp.any(round.valid))
         if options.diagnose:
-            # a fourth key: a run with diagnosis must end with the same model as one without
+            # a key of its own: the model must be the same as without diagnosis
             key = jax.random.fold_in(round.key, 3)
             metrics |= diagnosis(model, shape, generators, class_examples, history, key)
         merged = round.learner.merge(params, task, trainable)
@@ -610,7 +610,7 @@ def prompt_gap(
         return jnp.sum(square, axis=tuple(range(1, square.ndim)))
 
     if len(teachers.weight) > TEACHERS_AT_ONCE:
-        # the prompts of many teachers do not fit into memory: the gradient makes them again
+        # prompts of many teachers do not fit into memory: the gradient makes them again
         gap = jax.checkpoint(gap)
     # one teacher at a time on a CPU, where batched products are slow
     return jax.lax.platform_dependent(

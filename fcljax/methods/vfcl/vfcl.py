@@ -198,7 +198,7 @@ def log_posterior_ratio(
       prior: the client's component of the mixture p; the other one is what it received.
       global_weight: lambda_k.
     """
-    # as vectors, because a network of a hundred leaves takes minutes to compile leaf by leaf
+    # as vectors: leaf by leaf, a network of a hundred leaves takes minutes to compile
     w, _ = ravel_pytree(step.drawn.adapter)
     q = posterior.flat(step.trainable.adapter)
     global_prior = posterior.flat(step.context.payload.trainable.adapter)
