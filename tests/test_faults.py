@@ -166,6 +166,12 @@ def test_mirroring_twice_gives_the_labels_back():
     assert mirror_labels(label, TASK._replace(classes=jnp.array([2, 3, 4, 5])))[2] == 5
 
 
+def test_a_mirrored_label_of_a_task_with_gaps_is_one_of_its_classes():
+    # a client's own task in a private stream: classes 6, 1 and 2, which need be no range
+    gaps = TASK._replace(classes=jnp.array([6, 1, 2, -1]))
+    assert mirror_labels(jnp.arange(CLASSES), gaps).tolist() == [0, 6, 2, 3, 4, 5, 1, 7]
+
+
 def test_everything_else_of_the_method_is_the_same_object():
     program = PROGRAM._replace(receive=lambda context, upload: upload)
     method = METHOD._replace(rounds=(Round(program, server=lambda *args: args, when="task_start"),))

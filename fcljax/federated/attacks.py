@@ -236,13 +236,16 @@ def _sharper(rho: Array) -> Array:
 
 
 def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
-    """Replace class a of the task's n classes by class n - 1 - a. Labels of other tasks
+    """Replace the a-th of the task's n classes by the (n - 1 - a)-th. Labels of other tasks
     (replayed examples) stay."""
-    # a task that all clients share has a range of class numbers; padding (-1) is no part of it
+    # sorted, padding (-1) last; a client's own task may have gaps between its class numbers
     is_class = task.classes >= 0
-    lowest = jnp.min(jnp.where(is_class, task.classes, jnp.iinfo(jnp.int32).max))
-    highest = jnp.max(jnp.where(is_class, task.classes, -1))
-    return jnp.where((label >= lowest) & (label <= highest), lowest + highest - label, label)
+    classes = jnp.sort(jnp.where(is_class, task.classes, jnp.iinfo(jnp.int32).max))
+    position = jnp.searchsorted(classes, label)
+    # a label outside the task gets a position too; clipped, it is compared and stays
+    is_of_task = classes[jnp.clip(position, max=classes.size - 1)] == label
+    mirrored = classes[jnp.sum(is_class) - 1 - position]
+    return jnp.where(is_of_task, mirrored, label)
 
 
 def _claim(path: tuple, dtype: jnp.dtype) -> float | int | None:
