@@ -58,6 +58,7 @@ def leaderboard(arguments: list[str]) -> int:
     from fcljax.studies import leaderboard as work
     from fcljax.studies.sweeps import Ways
 
+    # empty: all methods of the file
     only = [name.strip() for name in (options.methods or "").split(",") if name.strip()]
     entries = work.plan(files[0], only, options.allow_code, _base(options.base or ""))
     console = Console()
@@ -87,6 +88,7 @@ def _base(text: str) -> dict[str, str]:
     for name, equals, value in pairs:
         if not (name and equals and value):
             raise InputError(f"base: {name!r} is not OPTION=VALUE, such as alpha=0.05")
+    # as text, which the options' own types read, as on the command line
     return {name.strip().replace("-", "_"): value.strip() for name, _, value in pairs}
 
 

@@ -55,6 +55,7 @@ def predict(arguments: list[str]) -> int:
     run, *named = words
     files, left_out = _image_files(named)
 
+    # only now: it imports JAX, and a wrong path has been reported without
     from fcljax.api import Result
 
     result = Result.of(run)
@@ -63,6 +64,8 @@ def predict(arguments: list[str]) -> int:
         raise InputError(
             f"images: the model of {run!r} reads other data; nearest: fcljax.Result.of({run!r}).predict(x)"
         )
+    # all before the first line of output: an unreadable image ends the command with its
+    # error alone
     predictions = list(_predictions(model, result.metrics["class_names"], files))
     console = Console()
     table = new_table("file", "label", "probability", right=("probability",))

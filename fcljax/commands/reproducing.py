@@ -88,12 +88,14 @@ def _show(
     console.print(work.terminal_table(plan, rows))
     # the paper's order of its rows, beside ours
     pairs = tables.orderings(rows)
+    # the first note names the paper and explains the columns: table.md has it
     lines = [
         *work.notes_of(plan)[1:],
         *tables.order_lines(pairs),
         *tables.otherwise(pairs),
     ]
     lines += [f"the paper's claim: {claim}" for claim in plan.column.entry.claims]
+    # runs at mini scale say nothing about the paper's numbers
     if plan.scale == "paper":
         lines += work.record_paper_runs(rows, outcomes, plan, _device(), write_files)
     for line in [*lines, f"table: {out / work.TEXT}"]:

@@ -53,11 +53,13 @@ def sweep(arguments: list[str]) -> int:
     if len(files) != 1:
         raise InputError("sweep: no file given; usage: fcljax sweep FILE.yaml [options]")
 
+    # after parsing, because these import JAX: --help and a mistyped option answer at once
     from fcljax.results import page
     from fcljax.studies import grid, sweeps
 
     file = files[0]
     runs = grid.plan(file, options.allow_code)
+    # before --dry-run, so that it finds wrong options too
     ways = ways_of(options, file, runs)
     console = Console()
     if options.dry_run:
@@ -82,6 +84,7 @@ def sweep(arguments: list[str]) -> int:
             lambda line: say(console, line),
         ):
             say(console, f"report: {out / page.NAME}")
+    # for scripts: 0 only if every run has finished
     return int(any(outcome.state != "finished" for outcome in outcomes.values()))
 
 
@@ -105,6 +108,7 @@ def ways_of(options: SweepOptions, file: str, runs: list) -> Any:
     values = config.load_yaml(file)
     slurm = _part(engines.SlurmOptions, values.get("slurm"), f"{file}: slurm")
     ray = _part(engines.RayOptions, values.get("ray"), f"{file}: ray")
+    # a list of the runs needs no engine
     if not options.dry_run:
         if options.engine == "ray":
             engines.extra("ray", "ray")
@@ -146,6 +150,7 @@ def _devices(options: SweepOptions, runs: list) -> list[str]:
         raise InputError(f"devices: {options.devices!r} is not a list of distinct GPUs, such as 0,1,2,3")
     if options.engine != "local":
         raise InputError(f"devices: --engine {options.engine} assigns devices to runs; leave out --devices")
+    # the runs inherit this variable, and would leave the GPUs alone
     if os.environ.get("JAX_PLATFORMS", "").lower() in ("cpu", "tpu"):
         raise InputError(f"devices: JAX_PLATFORMS is {os.environ['JAX_PLATFORMS']!r}, which uses no GPU")
     # each run sees its own GPU and no other

@@ -72,7 +72,7 @@ def embed(arguments: list[str]) -> int:
 
     about = "Compute a data set's frozen features, as .npz and for later runs."
     options, cache = _parsed(EmbedConfig(), arguments, "embed", about)
-    # for the file's name
+    # for the file's name: `auto` says nothing, the weights' own name does
     backbone = options.backbone
     if backbone == "auto":
         backbone = Path(options.checkpoint or "vit_micro").stem

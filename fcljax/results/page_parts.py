@@ -29,6 +29,7 @@ from fcljax.results.comparison import (
 from fcljax.results.metrics import without_nan, worst
 from fcljax.results.run_folder import Number, Summary, value_at
 
+# Limits that keep the page of a large sweep, which is a single file, quick to open
 MAX_MATRICES = 24
 MAX_ROWS = 1_000  # of a table
 MAX_WARNINGS = 20
@@ -239,6 +240,7 @@ def _results(groups: list[Group], runs: dict[str, Summary]) -> Section:
         "Seeds": (text_cell, "seed"),
         "Data set": (text_cell, "dataset"),
     }
+    # only where a run used differential privacy: elsewhere the column would be dashes
     if any(run.get("privacy") for run in runs.values()):
         columns["Epsilon"] = (number_cell, "privacy.epsilon")
     caption = "Accuracy and forgetting in %, mean±population standard deviation over seeds"
@@ -367,6 +369,7 @@ def _classes(runs: dict[str, Summary]) -> Section:
 def _class_names(run: Summary) -> list[str]:
     """Return a distinct name for each class of `class_accuracy`, in the class order of
     the run."""
+    # a run of an earlier version has no names, and its classes are numbers
     names = list(run.get("class_names") or [])
     for index in range(len(names), len(run["class_accuracy"])):
         names.append(str(index))

@@ -19,12 +19,15 @@ Number = float | int
 DIGESTS = "digests.json"  # sha256 of what a finished run wrote
 CONFUSION = "confusion.csv"
 PREDICTIONS = "predictions.csv"
+# the files whose digests it has: those that numbers and figures are made from
 SEALED = ("summary.json", "metrics.jsonl", "config.yaml", CONFUSION, PREDICTIONS)
 # what the keys of shares of the loss's terms in metrics.jsonl begin with
 SHARES = "gradient_share_"
 MAX_LOG_BYTES = 2**26  # read of a metrics.jsonl
 MAX_SUMMARY_BYTES = 2**28  # of a summary.json
-MISSING = object()
+MISSING = object()  # in place of a value: null is one
+# Keys without which tables and pages cannot be made. Keys that later versions added are
+# not among them, so that older runs can still be read.
 SUMMARY_KEYS = (
     *("method", "dataset", "backbone", "seed", "fidelity"),
     *("accuracy", "A", "A_avg", "A_last"),
@@ -64,6 +67,7 @@ def changed_files(run_dir: str | Path) -> list[str]:
         sealed = json.loads(read_text(path, 1 << 16))
     except (OSError, ValueError, RecursionError):
         sealed = None
+    # a damaged file of digests proves nothing, so the run may have been changed
     if not isinstance(sealed, dict):
         return [f"warning: {path} may have changed since the run: it has no digests"]
     warnings = []
@@ -108,9 +112,10 @@ def load_summary(run_dir: str | Path) -> Summary:
     missing = [key for key in SUMMARY_KEYS if value_at(summary, key, MISSING) is MISSING]
     if missing:
         raise InputError(f"run: {str(path)!r} lacks {', '.join(missing)}")
-    wrong = wrong_field(summary)
-    if wrong is not None:
-        raise InputError(f"run: {str(path)!r} was not written by a run: {wrong}")
+    # types are checked once, here, so that tables and charts can rely on them
+    problem = wrong_field(summary)
+    if problem is not None:
+        raise InputError(f"run: {str(path)!r} was not written by a run: {problem}")
     return summary
 
 
@@ -130,6 +135,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     none without a file."""
     try:
         with open_regular(path) as stream:
+            # more than any run writes; of a larger file the beginning
             content = stream.read(MAX_LOG_BYTES)
     except OSError:
         return []

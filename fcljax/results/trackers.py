@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fcljax.errors import InputError, choose, install_command
 from fcljax.files import read_text, write_text
 
-MAX_NOTES = 1 << 16  # bytes
+MAX_NOTES = 1 << 16  # bytes; a run directory, and so this file, may come from anybody
 NOTES = "trackers.json"  # in a run directory: tracker -> id of the run there
 Scalars = dict[str, float | int]
 
@@ -67,6 +67,8 @@ def tensorboard(run: TrackedRun) -> Tracker:
     rounds logged after its checkpoint are removed."""
     from tensorboardX import SummaryWriter
 
+    # only where TensorBoard has followed the run before: a first purge at step 0 would
+    # be a mark without meaning in the event file
     writer = SummaryWriter(logdir=str(run.out / "tensorboard"), purge_step=run.done if run.id else None)
     if not run.id:
         writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in run.settings.items()))
@@ -74,6 +76,7 @@ def tensorboard(run: TrackedRun) -> Tracker:
     def log(step: int, values: Scalars) -> None:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
+        # rounds may be minutes apart, and the dashboard is to show each when it is over
         writer.flush()
 
     def finish(values: Scalars) -> None:
@@ -120,6 +123,7 @@ def mlflow(run: TrackedRun) -> Tracker:
         experiment = client.get_experiment_by_name(title)
         experiment_id = experiment.experiment_id if experiment else client.create_experiment(title)
         name = client.create_run(experiment_id, run_name=run.out.name).info.run_id
+        # cut, because some servers of MLflow refuse longer parameters
         for setting, value in run.settings.items():
             client.log_param(name, setting, str(value)[:500])
     client.update_run(name, status="RUNNING")
@@ -140,6 +144,7 @@ def mlflow(run: TrackedRun) -> Tracker:
     def finish(values: Scalars) -> None:
         for key, value in values.items():
             client.log_metric(name, f"summary/{key}", value)
+        # without a summary the run was interrupted
         client.set_terminated(name, "FINISHED" if values else "KILLED")
 
     return Tracker(name, log, finish)
@@ -190,7 +195,7 @@ def following(
 
     @contextlib.contextmanager
     def guarded(name: str) -> Iterator[None]:
-        # a tracker that has failed is dropped, and the run goes on
+        # whatever a tracker raises: a server that is down must not cost the training
         try:
             yield
         except Exception as error:
@@ -232,6 +237,7 @@ def scalars(values: Mapping[str, Any], prefix: str = "") -> Scalars:
             numbers |= scalars(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             numbers[prefix + name] = value
+    # of a round's line only: in a summary `accuracy` is a matrix
     if not prefix and isinstance(values.get("accuracy"), list) and "round" in values:
         for t, value in enumerate(values["accuracy"]):
             if value is not None:

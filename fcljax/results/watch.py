@@ -77,6 +77,7 @@ def run_dirs(folder: str | Path) -> list[Path]:
     started = {path.parent for path in configs if not is_hidden(path.parent, folder)}
     # a folder of seeds has a config.yaml too, and is no run
     collections = {path.parent.parent for path in configs}
+    # planned runs that have not started have no file yet, but belong to the list
     runs = sorted({*planned, *(started - collections)})
     if not runs and (folder / "config.yaml").exists():
         return [folder]
@@ -99,6 +100,8 @@ def _planned_dirs(folder: Path) -> list[Path]:
 
 def read_status(folder: Path) -> RunStatus:
     """Read the state of a run from its files."""
+    # the run writes while these files are read: what is not there yet comes at the next
+    # update
     settings = {}
     with contextlib.suppress(InputError):
         settings = config.load_yaml(folder / "config.yaml")
@@ -120,6 +123,7 @@ def is_locked(path: Path, lock_table: Path = LOCK_TABLE) -> bool | None:
         entries = lock_table.read_text().splitlines()
     except OSError:
         return None
+    # as /proc/locks writes it: device in hexadecimal, inode in decimal
     inode = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     return any(inode in entry.split() for entry in entries)
 
@@ -149,6 +153,7 @@ def watch(
         return
     with Live(console=console, auto_refresh=False) as live:
         while True:
+            # the folders are listed anew each time: runs of a sweep start one by one
             runs = []
             with contextlib.suppress(InputError):
                 runs = [read_status(path) for path in run_dirs(folder)]
@@ -168,6 +173,7 @@ def status_view(runs: Sequence[RunStatus], now: float) -> RenderableType:
     title = "; ".join(titles[:MAX_TITLES]) + ("; ..." if len(titles) > MAX_TITLES else "")
     table = new_table("run", *numbers, "written", "state", title=title, right=numbers)
     for run in runs:
+        # a row per task only for a single run: of several, the table would be too long
         tasks = ()
         if len(runs) == 1:
             tasks = sorted({line["task"] for line in run.rounds})
@@ -178,6 +184,7 @@ def status_view(runs: Sequence[RunStatus], now: float) -> RenderableType:
         name = f"{run.folder.parent.name}/{run.folder.name}"
         written = "never"
         if run.written is not None:
+            # max: the clock of another machine, whose folder is watched, may be ahead
             written = f"{duration(max(0, round(now - run.written)))} ago"
         add_row(table, name, progress, *_numbers(run.rounds), written, _state(run))
     count = f"{sum(map(is_finished, runs))} of {len(runs)} runs have all their rounds"
@@ -200,6 +207,7 @@ def _numbers(lines: Sequence[dict[str, Any]]) -> list[object]:
     latest = {}
     if lines:
         latest = lines[-1]
+    # not every round is evaluated: the last accuracy is of the last one that was
     accuracies = [line["A"] for line in lines if is_number(line.get("A"))]
     accuracy = "-"
     if accuracies:
@@ -216,6 +224,7 @@ def _numbers(lines: Sequence[dict[str, Any]]) -> list[object]:
 
 
 def _state(run: RunStatus) -> str:
+    # a run with all its rounds that still holds its lock is writing figures and summary
     if is_finished(run) and not run.locked:
         return "finished"
     if run.locked and not run.rounds:
