@@ -513,7 +513,7 @@ def _can_improve(method: str | MethodEntry, values: Mapping[str, Any]) -> bool:
 
     Args:
       method: of the run.
-      values: option -> value; options that are missing are the preset's.
+      values: option -> value, of the options that differ from the preset's.
     """
     presets = find_method(method).presets
     if "improved" not in presets:
@@ -521,12 +521,11 @@ def _can_improve(method: str | MethodEntry, values: Mapping[str, Any]) -> bool:
     # Most improvements are HeadTune: classes start at mean features. These are sums over
     # clients, which `parts.server.check_aggregation` refuses under any rule but the mean.
     # It needs the built method; here the same is read off the options, without JAX.
-    usual = presets["intended"].run
-    aggregator = label_of("aggregator", values.get("aggregator", usual.aggregator))
-    # a preset's own `uniform` becomes `mean` in its `improved` (`settings.with_headtune`)
-    is_usual_rule = aggregator in ("mean", label_of("aggregator", usual.aggregator))
+    # A preset's own `uniform` becomes `mean` in its `improved` (`settings.with_headtune`);
+    # one that a user asks for stays.
+    is_mean_rule = label_of("aggregator", values.get("aggregator", "mean")) == "mean"
     server_optimiser = label_of("server_optimiser", values.get("server_optimiser", "none"))
-    is_mean = is_usual_rule and not values.get("clip_norm") and server_optimiser == "none"
+    is_mean = is_mean_rule and not values.get("clip_norm") and server_optimiser == "none"
     # class prompts set the start of each class, so HeadTune has nothing left to set
     has_prompts = values.get("class_prompts", "none") != "none"
     return (is_mean and not has_prompts) or not presets["improved"].run.headtune
@@ -559,7 +558,10 @@ def with_scale_of_schedule(settings: RunConfig, examples: float) -> RunConfig:
     if share > 1:
         start = usual
     else:
-        if _can_improve(source, vars(settings)):
+        # with the preset's choices; `usual` has those of the settings
+        plain = vars(preset(source, settings.adapter, settings.fidelity, settings.scale))
+        changed = {name: value for name, value in vars(settings).items() if value != plain.get(name)}
+        if _can_improve(source, changed):
             fidelity = "improved"
         start = preset(source, settings.adapter, fidelity, "fit")
     values = {name: getattr(start, name) for name in _fit_values(source, settings.adapter)}

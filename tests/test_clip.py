@@ -109,6 +109,8 @@ def test_classes_without_names_are_refused():
             InputError, match=f"have ids .{ids[0]}, {ids[1]}. and no names; nearest: file:PATH"
         ):
             prompts_of("{}", dataset(ids))
+    with pytest.raises(InputError, match="have ids .n01440764. and no names"):
+        prompts_of("{}", dataset(("n01440764",)))
 
 
 def refused(capsys, *words):

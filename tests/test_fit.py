@@ -194,6 +194,11 @@ def test_lanes_and_then_microbatches_shrink_until_a_step_fits(monkeypatch, room,
     assert chosen(monkeypatch, room, **given) == expected
 
 
+def test_settings_of_the_last_trial_are_taken_if_they_fit(monkeypatch):
+    monkeypatch.setattr(fit, "TRIALS", 1)
+    assert chosen(monkeypatch, 1_500) == (4, 0)
+
+
 @pytest.mark.parametrize(
     ("given", "network", "nearest"),
     [

@@ -323,6 +323,14 @@ def test_fit_starts_no_class_at_a_mean_where_uploads_are_not_simply_averaged(oth
     assert settings.aggregator == other.get("aggregator", "uniform")
 
 
+def test_fit_keeps_a_rule_that_the_user_names_even_if_it_is_the_preset_s():
+    given = VIT_TINY | {"scale": "fit", "aggregator": "uniform"}
+    settings = config.resolve(config.from_mapping("hepco", given, "options"))
+    assert (settings.aggregator, settings.fidelity, settings.headtune) == ("uniform", "intended", False)
+    improved = config.from_mapping("hepco", VIT_TINY | {"scale": "fit"}, "options")
+    assert (improved.aggregator, improved.fidelity, improved.headtune) == ("mean", "improved", True)
+
+
 def test_auto_leaves_closed_forms_as_they_are():
     settings = config.from_mapping("fedncm", VIT_TINY, "options")
     assert config.with_scale_of_schedule(settings, 5.0).scale == "paper"

@@ -408,3 +408,9 @@ def test_very_many_clients_draw_their_other_labels_at_once(clients, labels, per_
 def test_values_are_split_into_parts_of_these_sizes():
     parts = split_at(np.arange(5), np.array([0, 2, 0, 3, 0]))
     assert [part.tolist() for part in parts] == [[], [0, 1], [], [2, 3, 4], []]
+
+
+@pytest.mark.parametrize("index", [-1, 3])
+def test_an_example_that_there_is_not_is_named(index):
+    with pytest.raises(InputError, match=f"partition: client 1 has example {index}; there are 3, from 0"):
+        partition.check_parts([np.array([2]), np.array([0, index])], 2, 3)

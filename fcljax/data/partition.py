@@ -370,9 +370,10 @@ def check_parts(parts: Parts, clients: int, examples: int) -> None:
         indices = np.asarray(part)
         if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
             raise InputError(f"partition: client {client} has no list of whole numbers")
-        if indices.size and not (indices.min() >= 0 and indices.max() < examples):
+        outside = indices[(indices < 0) | (indices >= examples)]
+        if outside.size:
             raise InputError(
-                f"partition: client {client} has example {indices.max()}; there are {examples}, from 0"
+                f"partition: client {client} has example {outside[0]}; there are {examples}, from 0"
             )
 
 

@@ -57,7 +57,7 @@ def prompts_of(template: str, dataset: Dataset) -> list[str]:
     of_user = dataset.name not in DATASETS
     if all(map(_IDS.fullmatch, names)) and (of_user or not names[0].isdecimal()):
         raise InputError(
-            f"class_prompts: the classes of {dataset.name!r} have ids ({names[0]}, {names[1]}) and no names; "
+            f"class_prompts: the classes of {dataset.name!r} have ids ({', '.join(names[:2])}) and no names; "
             "nearest: file:PATH, with a line CLASS, tab, PROMPT for each of them"
         )
     return [template.replace("{}", name) for name in names]

@@ -94,7 +94,8 @@ def fit_memory(
             raise InputError(explanation(fitted, need.total, memory))
         fitted = rebuild(settings)
         need = need_of(fitted)
-    else:
+    # after the last trial the loop has not looked at the need
+    if need.total > USABLE * memory:
         raise InputError(explanation(fitted, need.total, memory))
     if fitted is exp:
         return exp, None

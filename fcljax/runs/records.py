@@ -176,7 +176,7 @@ class Records:
             # nanmean: a task without test images has no accuracy
             line["A"] = float(np.nanmean(evaluated.accuracy))
         if evaluated.provisional is not None:
-            line["A_provisional"] = float(np.mean(evaluated.provisional))
+            line["A_provisional"] = float(np.nanmean(evaluated.provisional))
         if evaluated.task_il is not None:
             line["A_task_il"] = float(np.nanmean(evaluated.task_il))
         if evaluated.new is not None:
