@@ -412,7 +412,7 @@ def has_attention(values: Mapping[str, Any]) -> bool:
     backbone = str(values.get("backbone", "auto"))
     if backbone in (*ARRAY_NETS, *TEXT_NETS):
         return backbone in TEXT_NETS
-    return dataset == "text" or not has_arrays(dataset, backbone)
+    return dataset.partition(":")[0] in ("text", "texts") or not has_arrays(dataset, backbone)
 
 
 def choices_of(method: str | MethodEntry, values: Mapping[str, Any]) -> Selected:

@@ -51,8 +51,8 @@ class ImageConfig:
     """Which images are read, and how they are stored."""
 
     dataset: str = "digits"
-    """Data set: a name of `fcljax list`, npz:PATH, folder:PATH, list:FILE, hf:OWNER/NAME,
-    tfds:NAME or mix:NAME+NAME."""
+    """Data set: a name of `fcljax list`, npz:PATH, csv:FILE, texts:PATH, folder:PATH,
+    list:FILE, hf:OWNER/NAME, tfds:NAME or mix:NAME+NAME."""
     data_dir: str | None = option(None, unset="$FCLJAX_DATA, else ~/.cache/fcljax")
     """Folder of raw and prepared data sets."""
     class_list: str = option("none", unset="none", only=("dataset", "imagenet100", "imagenet200", "mix:NAME"))

@@ -207,7 +207,8 @@ def _text_encoder(cfg: InputConfig, dataset: Dataset, kind: Kind) -> Pretrained:
     if checkpoint and isinstance(kind, TextData):
         raise InputError(
             f"checkpoint: {name!r} reads ids of a tokenizer, and {dataset.name} has hashes of words; "
-            "nearest: ids and masks from Python, as in fcljax.run(method, ({'ids': ids, 'mask': mask}, y))"
+            "nearest: --dataset texts:PATH,FOLDER/tokenizer.json, or from Python ids and masks: "
+            "fcljax.run(method, ({'ids': ids, 'mask': mask}, y))"
         )
     assert isinstance(encoder.config, TextConfig)
     for examples in (dataset.x_train, dataset.x_test):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fcljax.data.files.dataset import natural_order
+from fcljax.data.files.dataset import TextExamples, natural_order
 from fcljax.data.files.json_files import parse_json
 from fcljax.errors import InputError, nearest
 from fcljax.files import in_home, machine_memory, read_user_text
@@ -20,6 +20,7 @@ from fcljax.files import in_home, machine_memory, read_user_text
 # Python's lists of numbers take about so many bytes of memory for a byte of JSON
 _MEMORY_FACTOR = 16
 _SHOWN = 6  # names in a message
+_TWEET = 4  # field of the text in an example of LEAF's Sentiment140
 
 
 class ClientArrays(NamedTuple):
@@ -62,6 +63,50 @@ def read_clients(path: str | Path, split: str = "", characters: str = "") -> Cli
     Raises:
       InputError: naming the file, the client and what is wrong.
     """
+    clients, left_out = _read_files(path, split)
+    where = f"clients: {str(path)!r}"
+    x = _values(where, "x", clients)
+    y = _values(where, "y", clients)
+    coded, characters, y, classes = _encode(where, x, y, characters)
+    return ClientArrays(coded, y, _owners(clients), characters, classes, left_out)
+
+
+def read_client_texts(path: str | Path) -> tuple[TextExamples, str]:
+    """Read the texts of the clients in a JSON file, or in all JSON files of a folder.
+
+    An example is a text, or the fields of a tweet, of which LEAF's Sentiment140 has the
+    text in the fifth. Its client is the column `client`.
+
+    Returns:
+      The examples, and a note on what was not read.
+
+    Raises:
+      InputError: as `read_clients`, and naming the client of an example without a text.
+    """
+    clients, left_out = _read_files(path, "")
+    texts: list[str] = []
+    for client in clients:
+        for example in client.x:
+            text = example
+            if isinstance(example, list) and len(example) > _TWEET:
+                text = example[_TWEET]
+            if not isinstance(text, str) or not text.strip():
+                raise InputError(
+                    f"clients: {str(path)!r}, client {client.name!r}: x holds {example!r:.60}; expected texts"
+                )
+            texts.append(text)
+    labels = _values(f"clients: {str(path)!r}", "y", clients)
+    note = f"not read: {', '.join(left_out)}" if left_out else ""
+    return TextExamples(texts, labels, {"client": _owners(clients)}), note
+
+
+def _owners(clients: list[_JsonClient]) -> np.ndarray:
+    """Return the client of each example, by name."""
+    return np.repeat([client.name for client in clients], [len(client.x) for client in clients])
+
+
+def _read_files(path: str | Path, split: str) -> tuple[list[_JsonClient], tuple[str, ...]]:
+    """Return the clients with examples of all files, and the names of what was not read."""
     clients: list[_JsonClient] = []
     left_out: list[str] = []
     for file in _files(in_home(path, "clients")):
@@ -83,11 +128,7 @@ def read_clients(path: str | Path, split: str = "", characters: str = "") -> Cli
     clients = [client for client in clients if client.x]
     if not clients:
         raise InputError(f"{where} has no examples")
-    x = _values(where, "x", clients)
-    y = _values(where, "y", clients)
-    coded, characters, y, classes = _encode(where, x, y, characters)
-    owner = np.repeat([client.name for client in clients], [len(client.x) for client in clients])
-    return ClientArrays(coded, y, owner, characters, classes, tuple(dict.fromkeys(left_out)))
+    return clients, tuple(dict.fromkeys(left_out))
 
 
 def _files(path: Path) -> list[Path]:

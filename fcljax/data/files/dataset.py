@@ -49,6 +49,27 @@ class Dataset(NamedTuple):
     numbers: tuple[int, ...] | None = None
 
 
+class TextExamples(NamedTuple):
+    """Labelled texts of one split."""
+
+    texts: list[str]
+    labels: np.ndarray
+    """Of each text: numbers of class names, or labels as they are written."""
+    columns: dict[str, np.ndarray]
+    """Further facts on each text, by name."""
+
+
+class Texts(NamedTuple):
+    """Labelled texts of both splits."""
+
+    train: TextExamples
+    test: TextExamples
+    class_names: list[str] | None
+    """None: the labels themselves."""
+    note: str
+    """On how the texts were chosen, and on what was not read."""
+
+
 def with_part_of_training(dataset: Dataset, indices: Int[np.ndarray, " n"]) -> Dataset:
     """Return the data set with these training examples alone.
 

@@ -46,6 +46,9 @@ DATASETS = {
     "with the library",
     "csv:FILE": "a table of numbers and categories with a column label (or class, target, y); a fifth is "
     "for testing, or csv:TRAIN,TEST",
+    "texts:PATH": "texts with labels: a folder of parquet or arrow files, OWNER/NAME in the hub's cache, or "
+    "LEAF's JSON (column client); texts:TRAIN,TEST for JSON; with a further part .../tokenizer.json for the "
+    "encoder of a checkpoint",
     "npz:PATH": "arrays x_train, y_train, x_test, y_test in a .npz file, or MedMNIST's train_images, "
     "train_labels and so on, and class_names and columns (NAME_train, NAME_test) if there are any; x uint8, "
     "or float in [0, 1]; [N, H, W, 3], [N, 3, H, W] or [N, H, W], "
@@ -61,7 +64,7 @@ DATASETS = {
     **NAMED,
 }
 # data sets that are no images, by name or by form
-ARRAY_SETS = ("wine", "breast_cancer", "digits_table", "csv", "text")
+ARRAY_SETS = ("wine", "breast_cancer", "digits_table", "csv", "text", "texts")
 
 
 def has_arrays(dataset: str, backbone: str) -> bool:

@@ -35,6 +35,7 @@ from fcljax.data.files.names import DATASETS
 from fcljax.data.files.prepared import Prepared, PreparedInfo
 from fcljax.data.files.raw import Choice, Raw, visible
 from fcljax.data.files.tables import table_files
+from fcljax.data.files.texts import texts_dataset
 from fcljax.data.geometry import Geometry
 from fcljax.data.kinds import tree_bytes
 from fcljax.data.partition import first_share
@@ -482,6 +483,10 @@ def _load_csv(name: str, options: DataOptions, _full: bool) -> Dataset:
     return csv_dataset(name, options.say)
 
 
+def _load_texts(name: str, options: DataOptions, _full: bool) -> Dataset:
+    return texts_dataset(name, options.say)
+
+
 def _load_mixture(name: str, options: DataOptions, full: bool) -> Dataset:
     sources = name.removeprefix("mix:").split("+")
     return mixed(name, [load_dataset(source, options, full) for source in sources])
@@ -522,6 +527,7 @@ class Form(NamedTuple):
 FORMS = {
     "npz": Form("PATH", load=_load_npz),
     "csv": Form("FILE", load=_load_csv),
+    "texts": Form("PATH", load=_load_texts),
     "folder": Form("PATH", find=_find_folder),
     "list": Form("FILE", find=_find_list),
     "hf": Form("OWNER/NAME", find=_find_tables),

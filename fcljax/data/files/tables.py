@@ -20,7 +20,7 @@ import numpy as np
 
 from fcljax.data.files.arrays import checked_image, checked_labels
 from fcljax.data.files.arrow_files import SUFFIXES, Table, open_table, values_of
-from fcljax.data.files.dataset import natural_order
+from fcljax.data.files.dataset import TextExamples, Texts, natural_order
 from fcljax.data.files.images import MAX_PIXELS, Picture
 from fcljax.data.files.prepared import Listing, UndecodedSplit
 from fcljax.data.files.raw import LabelledItems, Raw, Scan, file_facts, first_names, random_split
@@ -48,8 +48,53 @@ def table_files(name: str) -> Raw:
       InputError: if there is no such folder or no table in it, or pyarrow is missing.
     """
     root = _root(name)
+    return Raw(root, functools.partial(_scan, root, _splits(root, f"hf:{name}")))
+
+
+def read_texts(name: str) -> Texts:
+    """Read the texts in the tables of a folder, or of OWNER/NAME in a cache.
+
+    Raises:
+      InputError: as `table_files`, and naming a row without a text or a label.
+    """
+    root = _root(name)
+    splits = {path: split for path, split in _splits(root, f"texts:{name}").items() if split}
+    tables = [open_table(path, str(path.relative_to(root))) for path in splits]
+    split_names = list(splits.values())
+    columns = _columns(root, tables, split_names, "texts", TEXTS)
+    labels = _labels(tables, split_names, columns.label)
+    examples = _choose_examples(root, split_names, labels.numbers)
+    others, column_notes = _other_columns(tables, {columns.examples, columns.label})
+    texts = [values_of(table, columns.examples) for table in tables]
+
+    def examples_of(items: LabelledItems) -> TextExamples:
+        for place in items.items:
+            where = f"dataset: {str(tables[place.file].path)!r}, row {place.row}"
+            text = texts[place.file][place.row]
+            if not isinstance(text, str) or not text.strip():
+                raise InputError(f"{where}: the column {columns.examples!r} is {text!r}; expected text")
+            if place in labels.wrong:
+                raise InputError(f"{where}: the label is {labels.wrong[place]}; leave the row out")
+
+        def values(by_table: Sequence[list[str]]) -> list[str]:
+            return [by_table[place.file][place.row] for place in items.items]
+
+        columns_of = {column: np.array(values(by_table)) for column, by_table in others.items()}
+        return TextExamples(values(texts), np.array(items.labels), columns_of)
+
+    notes = [columns.note, *labels.notes, *examples.notes, *column_notes]
+    note = "; ".join(note for note in notes if note)
+    return Texts(examples_of(examples.train), examples_of(examples.test), labels.names, note)
+
+
+def _splits(root: Path, name: str) -> dict[Path, str | None]:
+    """Return the split of each table in a folder.
+
+    Raises:
+      InputError: as `table_files`; `name` is that of the data set.
+    """
     if importlib.util.find_spec("pyarrow") is None:
-        raise InputError(f"dataset: 'hf:{name}' needs pyarrow; install it with: {install_command('tables')}")
+        raise InputError(f"dataset: {name!r} needs pyarrow; install it with: {install_command('tables')}")
     files = sorted(path for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file())
     # without results of the library's `map`, which lie beside the data set
     files = [path for path in files if not path.name.startswith(("cache-", "tmp"))]
@@ -66,8 +111,11 @@ def table_files(name: str) -> Raw:
         )
     if len(folders) > 1 and not all(re.fullmatch("|".join(SPLITS.values()), f.name) for f in folders):
         names = ", ".join(sorted(str(folder.relative_to(root)) for folder in folders)[:4])
-        raise InputError(f"dataset: {str(root)!r} has tables in {names}; name one of these folders: hf:PATH")
-    return Raw(root, functools.partial(_scan, root, splits))
+        form = name.partition(":")[0]
+        raise InputError(
+            f"dataset: {str(root)!r} has tables in {names}; name one of these folders: {form}:PATH"
+        )
+    return splits
 
 
 def _root(name: str) -> Path:
@@ -122,9 +170,9 @@ class _Place(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """The columns of images and labels."""
+    """The columns of examples and labels."""
 
-    image: str
+    examples: str
     label: str
     note: str
 
@@ -142,10 +190,10 @@ def _listing(root: Path, splits: dict[Path, str | None]) -> Listing:
     paths = [path for path, split in splits.items() if split]
     split_names = [split for split in splits.values() if split]
     tables = [open_table(path, str(path.relative_to(root))) for path in paths]
-    columns = _columns(root, tables, split_names)
+    columns = _columns(root, tables, split_names, "images", IMAGES)
     labels = _labels(tables, split_names, columns.label)
     examples = _choose_examples(root, split_names, labels.numbers)
-    _check_levels(tables, columns.image, examples.train.items[:_SAMPLE])
+    _check_levels(tables, columns.examples, examples.train.items[:_SAMPLE])
     used_tables = sorted({place.file for items in (examples.train, examples.test) for place in items.items})
     texts, column_notes = _other_columns([tables[i] for i in used_tables], set(columns[:2]))
     values = {name: dict(zip(used_tables, by_table, strict=True)) for name, by_table in texts.items()}
@@ -155,7 +203,7 @@ def _listing(root: Path, splits: dict[Path, str | None]) -> Listing:
         wrong = {i: labels.wrong[place] for i, place in enumerate(positions) if place in labels.wrong}
 
         def fetch(indices: Sequence[int]) -> list[Picture]:
-            return [_picture(tables[positions[i].file], columns.image, positions[i].row) for i in indices]
+            return [_picture(tables[positions[i].file], columns.examples, positions[i].row) for i in indices]
 
         return UndecodedSplit(
             np.array(items.labels, np.int64),
@@ -218,34 +266,43 @@ def _in_order(items: LabelledItems) -> LabelledItems:
     return items.take(sorted(range(len(items.items)), key=items.items.__getitem__))
 
 
-def _columns(root: Path, tables: list[Table], split_names: list[str]) -> _Columns:
-    """Choose the columns of images and labels, which every table must have."""
+def _columns(
+    root: Path, tables: list[Table], split_names: list[str], what: str, usual: Sequence[str]
+) -> _Columns:
+    """Choose the columns of examples and labels, which every table must have.
+
+    Args:
+      root: folder of the tables.
+      tables: of all splits.
+      split_names: of each table.
+      what: what the examples are, in words.
+      usual: names of their column, the best first.
+    """
     train_table = tables[split_names.index("train")]
-    images, labels = (
-        _candidates(train_table, kind, usual) for kind, usual in (("Image", IMAGES), ("ClassLabel", LABELS))
-    )
-    if not images or not labels:
-        missing = f"labels ({', '.join(LABELS)})" if images else "images ('image')"
+    examples = _candidates(train_table, "Image" if usual is IMAGES else "Text", usual)
+    labels = _candidates(train_table, "ClassLabel", LABELS)
+    if not examples or not labels:
+        missing = f"labels ({', '.join(LABELS)})" if examples else f"{what} ({usual[0]!r})"
         hint = ""
-        if not images and any(name in train_table.plain for name in TEXTS):
-            hint = "; give texts from Python: fcljax.run(method, (fcljax.tokenize(texts, FILE), labels))"
+        if not examples and usual is IMAGES and any(name in train_table.plain for name in TEXTS):
+            hint = f"; nearest: --dataset texts:{root}"
         raise InputError(
             f"dataset: {str(root)!r} has no column of {missing}; it has: {', '.join(train_table.kinds)}{hint}"
         )
     for table in tables:
-        for column in (images[0], labels[0]):
+        for column in (examples[0], labels[0]):
             if column not in table.kinds:
                 raise InputError(
                     f"dataset: {str(table.path)!r} has no column {column!r}, and {train_table.name!r} has; "
                     f"it has: {', '.join(table.kinds)}"
                 )
-    others = [name for name in labels[1:] if name != images[0]]
+    others = [name for name in labels[1:] if name != examples[0]]
     notes = []
     if others:
         notes.append(f"the labels are the column {labels[0]!r}, not {first_names(others)}")
-    if images[1:]:
-        notes.append(f"the images are the column {images[0]!r}, not {first_names(images[1:])}")
-    return _Columns(images[0], labels[0], "; ".join(notes))
+    if examples[1:]:
+        notes.append(f"the {what} are the column {examples[0]!r}, not {first_names(examples[1:])}")
+    return _Columns(examples[0], labels[0], "; ".join(notes))
 
 
 def _candidates(table: Table, kind: str, usual: Sequence[str]) -> list[str]:

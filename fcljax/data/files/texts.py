@@ -1,0 +1,80 @@
+"""Read texts with labels: `texts:DATA`, `texts:TRAIN,TEST`, and with a tokenizer.json.
+
+DATA is a folder of parquet or arrow tables, OWNER/NAME in the cache of the Hugging Face
+hub, or JSON of clients (LEAF's). A last part whose name is tokenizer.json makes tokens for
+a checkpoint's encoder; without it words are hashed, as the packaged encoder reads them.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fcljax.data.files.any_arrays import dataset_of_any_arrays, stratified
+from fcljax.data.files.arrow_files import SUFFIXES
+from fcljax.data.files.client_json import read_client_texts
+from fcljax.data.files.dataset import Dataset, TextExamples, Texts
+from fcljax.data.files.tables import read_texts
+from fcljax.data.files.tokenizer_files import tokenize
+from fcljax.errors import InputError
+from fcljax.files import in_home
+
+FORM = "texts"
+TOKENIZER = "tokenizer.json"
+
+
+def texts_dataset(name: str, say: Callable[[str], None]) -> Dataset:
+    """Read the data set of a name with the form `texts`.
+
+    Args:
+      name: of the data set.
+      say: prints a note.
+
+    Raises:
+      InputError: naming the file and what is wrong with it.
+    """
+    paths = name.removeprefix(f"{FORM}:").split(",")
+    tokenizer = paths.pop() if Path(paths[-1]).name == TOKENIZER else ""
+    if len(paths) not in (1, 2):
+        raise InputError(f"dataset: {name!r}; expected {FORM}:DATA or {FORM}:TRAIN,TEST[,{TOKENIZER}]")
+    train, test, class_names, note = _read(paths)
+    if note:
+        say(f"{name}: {note}")
+
+    def tokens(texts: list[str]) -> Any:
+        return tokenize(texts, tokenizer) if tokenizer else texts
+
+    arrays = (tokens(train.texts), train.labels, tokens(test.texts), test.labels)
+    dataset = dataset_of_any_arrays(arrays, name, class_names).dataset
+    return dataset._replace(columns=train.columns, columns_test=test.columns)
+
+
+def _read(paths: list[str]) -> Texts:
+    """Read one data set, or the JSON files of its two splits."""
+    if not _is_json(paths[0]):
+        if len(paths) > 1:
+            raise InputError(f"dataset: {paths[0]!r} is no JSON; name the folder that has both splits")
+        return read_texts(paths[0])
+    (train, note), *others = (read_client_texts(path) for path in paths)
+    if others:
+        return Texts(train, others[0][0], None, note)
+    # the same fifth of each class for all seeds
+    is_test = stratified(train.labels, 0.2, np.random.RandomState(0))
+    return Texts(_rows(train, ~is_test), _rows(train, is_test), None, note)
+
+
+def _is_json(path: str) -> bool:
+    """Check whether a path is a JSON file, or a folder of some without tables."""
+    place = in_home(path, "dataset")
+    if not place.is_dir():
+        return place.suffix == ".json"
+    # the hub has facts on tables in JSON beside them
+    return any(place.glob("*.json")) and not any(file.suffix in SUFFIXES for file in place.rglob("*"))
+
+
+def _rows(examples: TextExamples, is_chosen: np.ndarray) -> TextExamples:
+    """Return the chosen examples."""
+    texts = [text for text, chosen in zip(examples.texts, is_chosen, strict=True) if chosen]
+    columns = {name: values[is_chosen] for name, values in examples.columns.items()}
+    return TextExamples(texts, examples.labels[is_chosen], columns)
