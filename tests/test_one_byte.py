@@ -202,6 +202,8 @@ def test_a_run_goes_on_with_what_it_read_or_refuses(run, no_figures, tmp_path, c
     assert set(run.decisive) <= noticed
 
 
+# TensorStore's threads may say of a damaged file what the exception has said
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_run_goes_on_from_files_that_are_whole(run, no_figures, tmp_path, capsys):
     """A changed file of a run that was killed. Files of checkpoints, of which there are many, are changed at
     one of the places, each at the next."""

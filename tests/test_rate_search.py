@@ -392,6 +392,14 @@ def test_a_search_that_is_stopped_is_made_again_when_the_run_is_resumed(searched
     assert loop.run(settings_of(), out, True, loop.Observer(console=loop.QUIET)) == summary
 
 
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff"])
+def test_a_damaged_search_is_refused_in_one_line(content, tmp_path):
+    assert loop._searched_before(tmp_path) == {}
+    (tmp_path / loop.SEARCH).write_bytes(content)
+    with pytest.raises(InputError, match=r"^resume: '[^\n]*search\.json' cannot be read \([^\n]*$"):
+        loop._searched_before(tmp_path)
+
+
 @pytest.mark.long
 def test_the_search_never_sees_a_test_image(searched):
     """With noise as test images, every trial ends as before."""

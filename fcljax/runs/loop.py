@@ -18,7 +18,7 @@ from rich.console import Console
 from fcljax import config
 from fcljax.config import RunConfig, explain_fidelity, explain_scale
 from fcljax.data.owners import owners_csv
-from fcljax.errors import InputError
+from fcljax.errors import InputError, reason
 from fcljax.federated.check import leaks_in_one_line
 from fcljax.files import read_text, write_text
 from fcljax.mesh import process_part, process_rows, put_process_rows, put_server, put_shared
@@ -53,6 +53,7 @@ PARTITION = "partition.csv"
 UP_TO_ROUNDING = "results equal those of the run without this change up to rounding, not bit for bit"
 CHECKPOINTS = "checkpoints"
 SEARCH = "search.json"  # what --scale fit tried and chose
+MAX_SEARCH_BYTES = 1 << 20
 KEPT = "kept"  # folder of the examples that a server keeps of finished tasks
 
 
@@ -262,10 +263,10 @@ def _complete(
     fidelity = explain_fidelity(session.settings)
     if fidelity:
         session.observer.say(fidelity)
-    search_seconds = 0.0
+    search: dict[str, Any] = {}
     # before the checkpoints are opened, because the search plays rounds of its own
     if rate_search.is_due(session.settings) and not finished:
-        exp, search_seconds = _search(session, placed(exp))
+        exp, search = _search(session, placed(exp))
         session = session._replace(settings=exp.settings)
     settings, out, observer, hosts, _ = session
     tested: Sequence[Tested] = ()
@@ -274,9 +275,13 @@ def _complete(
         stack.enter_context(memory.trim_after_compilation())
         with _checkpoints(session) as manager:
             progress = _begin(session, exp, manager)
-            if search_seconds:
+            if search:
                 # the time of a search counts as the run's
-                progress.records.seconds["search"] = search_seconds
+                progress.records.seconds["search"] = search["seconds"]
+                progress.records.rate_search = search
+            elif not finished and not progress.records.rate_search:
+                # killed before its first checkpoint, or begun by an earlier version
+                progress.records.rate_search = hosts.from_first(lambda: _searched_before(out))
             if hardware_change:
                 progress.records.hardware_changes.append([progress.step, hardware_change])
             following = trackers.NOBODY
@@ -308,8 +313,8 @@ def _complete(
         summary = finished or summarize(exp, records, personal) | {"calibration_drawn": drawn_calibration}
         if rebuilt and not finished:
             summary["restored"] = measure(*rebuilt)
-        if (out / SEARCH).exists() and not finished:
-            summary["rate_search"] = json.loads(read_text(out / SEARCH, 1 << 20))
+        if records.rate_search and not finished:
+            summary["rate_search"] = records.rate_search
         # the other processes have the same summary, and leave files to the first
         if hosts.first:
             if not finished:
@@ -324,13 +329,13 @@ def _complete(
     return summary
 
 
-def _search(session: Session, exp: Experiment) -> tuple[Experiment, float]:
+def _search(session: Session, exp: Experiment) -> tuple[Experiment, dict[str, Any]]:
     """Search for learning rates (--scale fit), and write them to config.yaml.
 
     A search that is stopped is made again when the run is resumed.
 
     Returns:
-      The experiment with these rates, and the seconds that the search took.
+      The experiment with these rates, and the content of search.json.
     """
     out = session.out
     observer = session.observer
@@ -346,12 +351,34 @@ def _search(session: Session, exp: Experiment) -> tuple[Experiment, float]:
     choice = rate_search.search(exp, observer.console, observer.say, check)
     observer.say(choice.line)
     exp = rate_search.with_choice(exp, choice.settings)
+    search = choice.to_json()
     if hosts.first:
         # both files or none: a rate without its search cannot be explained later
         with signals.unbroken():
-            write_json(out / SEARCH, choice.to_json())
+            write_json(out / SEARCH, search)
             write_text(out / "config.yaml", config.to_yaml(exp.settings))
-    return exp, choice.seconds
+    return exp, search
+
+
+def _searched_before(out: Path) -> dict[str, Any]:
+    """Read search.json; {} if the run has not searched.
+
+    Raises:
+      InputError: for a damaged file.
+    """
+    path = out / SEARCH
+    try:
+        search = json.loads(read_text(path, MAX_SEARCH_BYTES))
+        if not isinstance(search, dict):
+            raise ValueError("it holds no JSON object")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"resume: {str(path)!r} cannot be read ({reason(error)}); remove it to continue without its "
+            "trials in summary.json"
+        ) from None
+    return search
 
 
 def _write_tables(out: Path, exp: Experiment, records: Records, tested: Sequence[Tested]) -> None:
@@ -464,6 +491,9 @@ def _play(
         # A run that was killed may have logged rounds that no checkpoint holds: they
         # will be logged again.
         write_text(out / "metrics.jsonl", "".join(map(json_line, records.rounds)))
+        # a file that has changed since the search must not differ from the summary
+        if records.rate_search:
+            write_json(out / SEARCH, records.rate_search)
     past = _past(exp, state, out / KEPT, records.kept)
     states_in_files = _has_files(state, hosts, hosts.share(out))
     # clients whose states may differ from those of the last checkpoint

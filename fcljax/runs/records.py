@@ -91,6 +91,8 @@ class Records:
     uploads: list[int] = dataclasses.field(default_factory=list)
     # sha256 of each finished task's file of examples that the server replays
     kept: list[str] = dataclasses.field(default_factory=list)
+    # trials of --scale fit and their choice, as in search.json
+    rate_search: dict[str, Any] = dataclasses.field(default_factory=dict)
     # [finished rounds, what changed] for each time that
     # the run was resumed on other hardware
     hardware_changes: list[list[int | str]] = dataclasses.field(default_factory=list)
