@@ -275,13 +275,8 @@ def _complete(
         stack.enter_context(memory.trim_after_compilation())
         with _checkpoints(session) as manager:
             progress = _begin(session, exp, manager)
-            if search:
-                # the time of a search counts as the run's
-                progress.records.seconds["search"] = search["seconds"]
-                progress.records.rate_search = search
-            elif not finished and not progress.records.rate_search:
-                # killed before its first checkpoint, or begun by an earlier version
-                progress.records.rate_search = hosts.from_first(lambda: _searched_before(out))
+            if not finished:
+                _keep_search(session, progress.records, search)
             if hardware_change:
                 progress.records.hardware_changes.append([progress.step, hardware_change])
             following = trackers.NOBODY
@@ -358,6 +353,17 @@ def _search(session: Session, exp: Experiment) -> tuple[Experiment, dict[str, An
             write_json(out / SEARCH, search)
             write_text(out / "config.yaml", config.to_yaml(exp.settings))
     return exp, search
+
+
+def _keep_search(session: Session, records: Records, search: dict[str, Any]) -> None:
+    """Put a search into the records: the content of search.json; {} if none was made now."""
+    if search:
+        # its time counts as the run's
+        records.seconds["search"] = search["seconds"]
+        records.rate_search = search
+    elif not records.rate_search:
+        # the run was killed before its first checkpoint, or an earlier version began it
+        records.rate_search = session.hosts.from_first(lambda: _searched_before(session.out))
 
 
 def _searched_before(out: Path) -> dict[str, Any]:
