@@ -133,5 +133,6 @@ def next_round(
     # all images at once, none of them padding; labels in place of indices, which no
     # prediction reads
     batch = Batch(image, label, label >= 0, label)
-    predict_all = jax.jit(jax.vmap(lambda state: predict(round_context, server, state, batch)))
-    return received, predict_all(after)
+    # the context is an argument: methods see arrays that JAX traces, as in the engine
+    predict_all = jax.jit(jax.vmap(predict, in_axes=(None, None, 0, None)))
+    return received, predict_all(round_context, server, after, batch)

@@ -462,7 +462,11 @@ METHODS: dict[str, MethodEntry] = {
         excludes=dict.fromkeys(("linear", *_PROMPTS, "full"), _PAIRS),
     ),
     "local": MethodEntry(
-        "clients train alone and never communicate: a lower bound", "local:PRESETS", "local:local", "lora"
+        "clients train alone and never communicate: a lower bound",
+        "local:PRESETS",
+        "local:local",
+        "lora",
+        merges="its clients send nothing",
     ),
     "joint": MethodEntry(
         "FedAvg of LoRA and a classifier, all classes at once",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -269,7 +269,10 @@ def _check_rules(
     if sum(rule.replay is not None for rule in rules) > 1:
         # a batch is extended from one replay buffer
         raise InputError("client_rules: only one of them can replay past examples")
-    check_aggregation(server_rules, run.aggregation)
+    # rules may train parameters besides, which are merged even if all others are personal
+    no_parameters = loss is None or ({*personal} == {*get_args(Personal)} and not rules)
+    sends_nothing = no_parameters and not any(rule.reports for rule in server_rules)
+    check_aggregation(server_rules, run.aggregation, sends_nothing)
     for rule in server_rules:
         # personal parts are () in uploads: no server rule can read them
         missing = sorted({*merged_by_rules((rule,))} & {*personal})

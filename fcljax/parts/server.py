@@ -128,16 +128,28 @@ def reports_of(rules: tuple[ServerRule, ...]) -> tuple[Report, ...]:
     return tuple({report.name: report for report in reports}.values())
 
 
-def check_aggregation(rules: tuple[ServerRule, ...], aggregation: Aggregation) -> None:
+def check_aggregation(
+    rules: tuple[ServerRule, ...], aggregation: Aggregation, sends_nothing: bool = False
+) -> None:
     """Check that each server rule can work under the run's aggregation rule.
+
+    Args:
+      rules: of the server.
+      aggregation: of the run.
+      sends_nothing: whether uploads are empty, so that there is nothing to merge.
 
     Raises:
       InputError: naming the aggregation rule and the server rule that merges by a formula
-        of its own.
+        of its own, or for empty uploads.
     """
     # the plain mean has nothing that a rule's own formula could ignore
     if aggregation.pre is None and aggregation.reduce is None and aggregation.post is None:
         return
+    if sends_nothing:
+        raise InputError(
+            f"aggregator: {aggregation.name!r} has nothing to merge, because clients send nothing; "
+            "nearest: 'mean'"
+        )
     for rule in rules:
         # noise of differential privacy covers the mean alone: any report would leak
         if rule.reports and (aggregation.noise or not _follows(rule, aggregation)):

@@ -441,7 +441,9 @@ def _logits(
         no_label = jnp.zeros(len(mask), jnp.int32)
         index = jnp.where(mask, 0, -1)
         batch = Batch(clean_input(exp.inputs.preprocess, stored), no_label, mask, index)
-        context = RoundContext.on_host(frozen, task, rounds - 1, True)
+        # methods see JAX's arrays in a task, here as in the engine
+        last_task = jax.tree.map(jnp.asarray, task)
+        context = RoundContext.on_host(frozen, last_task, rounds - 1, True)
         if client is None:
             return method.predict(context, server, batch)
         assert method.predict_client is not None
