@@ -119,11 +119,13 @@ def test_eight_devices_give_the_numbers_of_one(name, data, partitions, mesh):
     close((server, states), (expected, its_states), atol=1e-6)
     for report, its_report in zip(reports, its_reports, strict=True):
         assert report.metrics == pytest.approx(its_report.metrics, rel=1e-5)
-    if name == "remembering":  # every client plays alone on its device, as it does on the only lane of one
-        same(
-            uploads(spread, data, partitions[0], PRESENT),
-            uploads(engine_of(name, "loop1"), data, partitions[0], PRESENT),
-        )
+    if name == "remembering":
+        # a lane beside others is another program than one lane, in which XLA may contract a * b + c
+        # differently: equal bits are only those of one program
+        together = uploads(spread, data, partitions[0], PRESENT)
+        close(together, uploads(engine_of(name, "loop1"), data, partitions[0], PRESENT), atol=1e-6)
+        for rank, client in enumerate(PRESENT):
+            same(uploads(spread, data, partitions[0], [client])[0][0], together[0][rank])
     assert set(spread.traces.values()) == {1}
 
 

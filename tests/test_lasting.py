@@ -71,14 +71,16 @@ def test_ewc_anchors_what_trains_in_every_task_and_nothing_else(adapter):
     assert len(jax.tree.leaves(state.fisher.classifier)) == 2 and state.trainable.stats == ()
 
 
-def test_ditto_refuses_adapters_whose_parameters_are_of_one_task():
-    assert outcome("ditto", "coda", "plain").startswith(
-        "adapter: ditto cannot work with 'coda': clients keep one model over all tasks"
-    )
-    method = method_of("ditto", **OWN["lora"] | {"lora_pairs": "task"})
-    with pytest.raises(
-        InputError, match="^adapter: ditto keeps a client's own model .*; nearest: --adapter lora"
-    ):
+@pytest.mark.parametrize(
+    ("name", "who"), [("ditto", "ditto keeps a client's own model"), ("local", "clients keep their own")]
+)
+def test_personal_models_refuse_adapters_whose_parameters_are_of_one_task(name, who):
+    for adapter in ("prompts", "dualprompt", "coda"):
+        assert outcome(name, adapter, "plain").startswith(
+            f"adapter: {name} cannot work with '{adapter}': clients keep one model over all tasks"
+        )
+    method = method_of(name, **OWN["lora"] | {"lora_pairs": "task"})
+    with pytest.raises(InputError, match=f"^adapter: {who} .*; nearest: --adapter lora"):
         begin(method)
 
 

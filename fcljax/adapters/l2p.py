@@ -5,8 +5,8 @@ The prompts stand between class token and patches, all with the class token's po
 embedding; the classifier reads the mean of their outputs. In the paper each image gets
 the prompts with the nearest keys. In the release each image votes for its nearest keys,
 and all images of a batch get the prompts with the most votes. By default batches vote
-only in training, so that a prediction does not depend on the other images of a batch.
-Padding has no vote. A server that trains chooses as in evaluation.
+only in training, so that neither a prediction nor what clients measure depends on the
+other images of a batch. Padding has no vote. A server that trains chooses as in evaluation.
 """
 
 import dataclasses
@@ -117,6 +117,7 @@ def l2p(options: L2POptions, _sizes: Sizes, network: Network) -> Adapter:
         truncated=True,
         queries=True,
         batchwise=batchwise,
+        train_batchwise=options.l2p_train_batchwise and not options.l2p_eval_batchwise,
     )
 
 

@@ -67,6 +67,10 @@ _PAIRS = "it merges or calibrates LoRA pairs"
 _WHOLE_NETWORK = "its embedding is a whole network"
 _FROZEN_CLIP = "CLIP stays frozen, and its text side makes the classifier"
 _PROMPTS = ("prompts", "pool", "vpt", "l2p", "dualprompt", "coda")
+_SEPARATE_PROMPTS = dict.fromkeys(
+    ("prompts", "dualprompt", "coda"),
+    "clients keep one model over all tasks, but each task has separate prompts there",
+)
 
 METHODS: dict[str, MethodEntry] = {
     "fppl": MethodEntry(
@@ -306,10 +310,7 @@ METHODS: dict[str, MethodEntry] = {
         "ditto:PRESETS",
         "ditto:ditto",
         "lora",
-        excludes=dict.fromkeys(
-            ("prompts", "dualprompt", "coda"),
-            "clients keep one model over all tasks, but each task has separate prompts there",
-        ),
+        excludes=_SEPARATE_PROMPTS,
     ),
     "fed-cprompt": MethodEntry(
         "prompts close to the global model and far from the last task's (Fed-CPrompt)",
@@ -466,6 +467,7 @@ METHODS: dict[str, MethodEntry] = {
         "local:PRESETS",
         "local:local",
         "lora",
+        excludes=_SEPARATE_PROMPTS,
         merges="its clients send nothing",
     ),
     "joint": MethodEntry(

@@ -153,12 +153,11 @@ def input_sketch(columns: int) -> Report:
     def add(step: ClientStep, total: Float[Array, "blocks D s"]) -> Float[Array, "blocks D s"]:
         x = inputs_of_pairs(step, len(total))
         tokens = x.shape[1] // len(step.batch.mask)
-        client = step.context.client.id
 
-        # keyed by client, task and example: the sketch does not depend on the batches,
-        # and no two clients have the same signs
+        # keyed by task and example, so that the sum depends neither on the batches nor on
+        # the clients' numbers. Examples differ between clients, and so do their signs
         def signs(example: Int[Array, ""]) -> Float[Array, "tokens s"]:
-            key = fold(jax.random.key(0), client, step.context.task.index, example)
+            key = fold(jax.random.key(0), step.context.task.index, example)
             return jax.random.rademacher(key, (tokens, total.shape[2]), jnp.float32)
 
         omega = rearrange(jax.vmap(signs)(step.batch.index), "batch tokens s -> (batch tokens) s")

@@ -97,9 +97,8 @@ class ClientStep(NamedTuple):
     drawn: Params
     """The parameters of `output`: `trainable`, or a Bayesian learner's draw from it."""
     train: bool = True
-    """Whether `output` was computed as in training. False in passes that measure, over a
-    network with batch norm: its batch statistics would make what is measured depend on
-    the batch size."""
+    """Whether `output` was computed as in training. False in passes that measure, where
+    batch norm or a vote of the batch would make the result depend on the batch size."""
 
     def forward(self, trainable: Params, train: bool | None = None) -> Output:
         """Compute the batch's output of other parameters; `train` None: as in `output`."""
@@ -573,8 +572,10 @@ def _step_of_pass(
 ) -> tuple[Local, Metrics]:
     """Show one batch to rules and reports. In a pass that trains, rules alone train."""
     trainable = local.trainable
-    # adapters work as in training, but a batch's statistics must not change what is measured
-    train = trains or work.learner.network.split is None
+    # adapters work as in training, but neither a batch's statistics nor its votes may
+    # change what is measured
+    depends_on_batch = work.learner.network.split is not None or work.learner.adapter.train_batchwise
+    train = trains or not depends_on_batch
     output = work.learner.forward(context.frozen, context.cached, trainable, batch, context.task, train)
     step = ClientStep(work.learner, context, trainable, output, batch, key, trainable, train)
     memory = list(local.memory)

@@ -141,6 +141,9 @@ class Adapter(NamedTuple):
     batchwise: tuple[str, ...] = ()
     """Options of the run that make the result of `inject` in evaluation depend on the
     other images of a batch; (): it does not."""
+    train_batchwise: bool = False
+    """Whether the result of `inject` depends on the other images of a batch in training
+    alone. Passes that measure then work as in evaluation."""
     lasting: Callable[[Any], Any] = _unchanged
     """lasting(trainable) -> the trainable parameters that all tasks share, with () in
     place of those that belong to one task. A state that outlives a task, as EWC's Fisher
