@@ -290,7 +290,7 @@ FIELDS = {
         tuple(
             name
             for name in Adapter._fields
-            if name not in ("mixture", "truncated", "queries", "rate", "batchwise")
+            if name not in ("mixture", "truncated", "queries", "rate", "batchwise", "train_batchwise")
         ),
     ),
 }
