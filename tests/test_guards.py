@@ -310,7 +310,7 @@ def test_a_liar_is_left_out_counted_and_named(attack, tmp_path, capsys):
     assert cli.main(["run", method, *given, "--out", str(folder)]) == 0
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["rejected_uploads"] == 2 and summary["A_last"] > 0
-    assert f"how often clients made them: {out} (2)" in capsys.readouterr().err
+    assert f"with their number: {out} (2)" in capsys.readouterr().err
     line = json.loads((folder / "metrics.jsonl").read_text())
     assert line["impossible"] == {out: 2} and line["rejected"] + line.get("rejected_besides", 0) == 2
 
