@@ -84,6 +84,7 @@ def read_client_texts(path: str | Path) -> tuple[TextExamples, str]:
       InputError: as `read_clients`, and naming the client of an example without a text.
     """
     clients, left_out = _read_files(path, "")
+    where = f"clients: {str(path)!r}"
     texts: list[str] = []
     for client in clients:
         for example in client.x:
@@ -91,11 +92,9 @@ def read_client_texts(path: str | Path) -> tuple[TextExamples, str]:
             if isinstance(example, list) and len(example) > _TWEET:
                 text = example[_TWEET]
             if not isinstance(text, str) or not text.strip():
-                raise InputError(
-                    f"clients: {str(path)!r}, client {client.name!r}: x holds {example!r:.60}; expected texts"
-                )
+                raise InputError(f"{where}, client {client.name!r}: x holds {example!r:.60}; expected texts")
             texts.append(text)
-    labels = _values(f"clients: {str(path)!r}", "y", clients)
+    labels = _values(where, "y", clients)
     note = f"not read: {', '.join(left_out)}" if left_out else ""
     return TextExamples(texts, labels, {"client": _owners(clients)}), note
 

@@ -29,10 +29,22 @@ from fcljax.files import hugging_face_home, hugging_face_hub, in_home
 
 RULES = 2  # version of the rules by which tables are read; part of the fingerprint
 SPLITS = {"train": r"train(ing)?", "test": r"test(ing)?", "validation": r"val(id(ation)?)?|dev"}
-# usual names of the two columns, in order of preference
-IMAGES = ("image", "img", "jpg", "png", "pixels")
-TEXTS = ("text", "sentence", "content", "document", "question", "review")
-LABELS = ("label", "labels", "fine_label", "class", "category", "target")
+
+
+class ColumnKind(NamedTuple):
+    """A kind of column that a data set needs."""
+
+    words: str
+    """What it holds, in messages."""
+    feature: str
+    """Type by which the hub's library declares it."""
+    usual: tuple[str, ...]
+    """Usual names, in order of preference."""
+
+
+IMAGES = ColumnKind("images", "Image", ("image", "img", "jpg", "png", "pixels"))
+TEXTS = ColumnKind("texts", "Text", ("text", "sentence", "content", "document", "question", "review"))
+LABELS = ColumnKind("labels", "ClassLabel", ("label", "labels", "fine_label", "class", "category", "target"))
 
 # Images of integers that go no further have another range than 0..255, as scikit-learn's
 # digits with 0..16: read as grey levels they would be nearly black.
@@ -61,7 +73,7 @@ def read_texts(name: str) -> Texts:
     splits = {path: split for path, split in _splits(root, f"texts:{name}").items() if split}
     tables = [open_table(path, str(path.relative_to(root))) for path in splits]
     split_names = list(splits.values())
-    columns = _columns(root, tables, split_names, "texts", TEXTS)
+    columns = _columns(root, tables, split_names, TEXTS)
     labels = _labels(tables, split_names, columns.label)
     examples = _choose_examples(root, split_names, labels.numbers)
     others, column_notes = _other_columns(tables, {columns.examples, columns.label})
@@ -190,7 +202,7 @@ def _listing(root: Path, splits: dict[Path, str | None]) -> Listing:
     paths = [path for path, split in splits.items() if split]
     split_names = [split for split in splits.values() if split]
     tables = [open_table(path, str(path.relative_to(root))) for path in paths]
-    columns = _columns(root, tables, split_names, "images", IMAGES)
+    columns = _columns(root, tables, split_names, IMAGES)
     labels = _labels(tables, split_names, columns.label)
     examples = _choose_examples(root, split_names, labels.numbers)
     _check_levels(tables, columns.examples, examples.train.items[:_SAMPLE])
@@ -266,25 +278,24 @@ def _in_order(items: LabelledItems) -> LabelledItems:
     return items.take(sorted(range(len(items.items)), key=items.items.__getitem__))
 
 
-def _columns(
-    root: Path, tables: list[Table], split_names: list[str], what: str, usual: Sequence[str]
-) -> _Columns:
+def _columns(root: Path, tables: list[Table], split_names: list[str], kind: ColumnKind) -> _Columns:
     """Choose the columns of examples and labels, which every table must have.
 
     Args:
       root: folder of the tables.
       tables: of all splits.
       split_names: of each table.
-      what: what the examples are, in words.
-      usual: names of their column, the best first.
+      kind: of the examples.
     """
     train_table = tables[split_names.index("train")]
-    examples = _candidates(train_table, "Image" if usual is IMAGES else "Text", usual)
-    labels = _candidates(train_table, "ClassLabel", LABELS)
+    examples = _candidates(train_table, kind)
+    labels = _candidates(train_table, LABELS)
     if not examples or not labels:
-        missing = f"labels ({', '.join(LABELS)})" if examples else f"{what} ({usual[0]!r})"
+        missing = f"{kind.words} ({kind.usual[0]!r})"
+        if examples:
+            missing = f"labels ({', '.join(LABELS.usual)})"
         hint = ""
-        if not examples and usual is IMAGES and any(name in train_table.plain for name in TEXTS):
+        if not examples and kind is IMAGES and any(name in train_table.plain for name in TEXTS.usual):
             hint = f"; nearest: --dataset texts:{root}"
         raise InputError(
             f"dataset: {str(root)!r} has no column of {missing}; it has: {', '.join(train_table.kinds)}{hint}"
@@ -301,17 +312,17 @@ def _columns(
     if others:
         notes.append(f"the labels are the column {labels[0]!r}, not {first_names(others)}")
     if examples[1:]:
-        notes.append(f"the {what} are the column {examples[0]!r}, not {first_names(examples[1:])}")
+        notes.append(f"the {kind.words} are the column {examples[0]!r}, not {first_names(examples[1:])}")
     return _Columns(examples[0], labels[0], "; ".join(notes))
 
 
-def _candidates(table: Table, kind: str, usual: Sequence[str]) -> list[str]:
+def _candidates(table: Table, kind: ColumnKind) -> list[str]:
     """List the columns of a kind, the best candidate first.
 
     Columns that the hub's library declares as the kind come first, among them those with a usual name.
     """
-    declared = [name for name, facts in table.features.items() if facts.get("_type") == kind]
-    order = [*(name for name in usual if name in declared), *declared, *usual]
+    declared = [name for name, facts in table.features.items() if facts.get("_type") == kind.feature]
+    order = [*(name for name in kind.usual if name in declared), *declared, *kind.usual]
     return [name for name in dict.fromkeys(order) if name in table.kinds]
 
 
