@@ -119,6 +119,19 @@ def test_claims_are_attacked_of_malicious_clients_alone():
     same((upload.mean, upload.weight, upload.gather["h"]), (honest.mean, honest.weight, honest.gather["h"]))
 
 
+@pytest.mark.parametrize("claim, says", [(1e30, 2**31 - 128), (-1e30, -(2**31)), (7.0, 7)])
+def test_a_claim_about_integers_ends_at_their_limits(claim, says):
+    """The weight of most methods is a number of examples, so an integer."""
+
+    def finish(context, local, state):
+        return Upload(jnp.zeros(2), weight=jnp.asarray(5, jnp.int32)), state
+
+    method = METHOD._replace(rounds=(Round(PROGRAM._replace(finish=finish)),))
+    lie = lambda upload, sender: upload._replace(weight=jnp.asarray(claim, jnp.float32))  # noqa: E731
+    upload, _ = sent(faults.corrupt(method, lie, malicious=2))
+    assert upload.weight.tolist() == [says, says, 5]
+
+
 def test_counts_of_a_method_that_sends_none_are_refused_by_name(tmp_path, capsys):
     for lies in (["--attack", "counts", "--malicious", "1"], ["--faults", "counts=0.2"]):
         assert cli.main(["run", "linear", *COMMON, *lies, "--out", str(tmp_path / "run")]) == 2

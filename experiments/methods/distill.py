@@ -29,11 +29,12 @@ def distil_on_drawn_features(options: DistillOptions, run: Run) -> ServerRule:
         valid = round.valid
         means = round.reports["prototypes"]
         heads = round.reports["trainable"].classifier
-        log_odds = jnp.where(means.present & valid[:, None], 0.0, -jnp.inf).reshape(-1)
+        weights = jnp.where(means.present & valid[:, None], 1.0, 0.0).reshape(-1)
 
         def loss(head, i):
             choose, move = jax.random.split(jax.random.fold_in(round.key, i))
-            chosen = jax.random.categorical(choose, log_odds, shape=(run.training.batch_size,))
+            # `categorical` draws noise for each row, so its choice would depend on rows of absent clients
+            chosen = jax.random.choice(choose, weights.size, (run.training.batch_size,), p=weights)
             feature = means.vector.reshape(-1, means.vector.shape[-1])[chosen]
             feature += options.spread * jax.random.normal(move, feature.shape)
             answers = jax.vmap(fcljax.apply_head, (0, None))(heads, feature)
@@ -52,9 +53,8 @@ def distil_on_drawn_features(options: DistillOptions, run: Run) -> ServerRule:
 def distill(options: DistillOptions, run: Run) -> Method:
     """FedAvg with this server."""
     rules = (distil_on_drawn_features(options, run),)
-    return fcljax.federate(
-        run, fcljax.linear_learner(run), loss=fcljax.cross_entropy_loss(), server_rules=rules
-    )
+    loss = fcljax.cross_entropy_loss()
+    return fcljax.federate(run, fcljax.linear_learner(run), loss=loss, server_rules=rules)
 
 
 METHOD = MethodEntry("FedAvg and data-free distillation", DistillOptions, distill, adapter="prompts")

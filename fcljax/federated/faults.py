@@ -259,9 +259,19 @@ def _lying_if(faulty: Bool[Array, ""], lie: Upload, honest: Upload) -> Upload:
         if lie_leaf is honest_leaf:
             return honest_leaf
         honest_leaf = jnp.asarray(honest_leaf)
-        return jnp.where(faulty, jnp.asarray(lie_leaf).astype(honest_leaf.dtype), honest_leaf)
+        return jnp.where(faulty, _as_dtype(jnp.asarray(lie_leaf), honest_leaf.dtype), honest_leaf)
 
     return jax.tree.map(leaf_of_upload, lie, honest)
+
+
+def _as_dtype(claim: Array, dtype: jnp.dtype) -> Array:
+    """Return a claim as the type of the honest leaf; integers end at their limits."""
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(claim.dtype, jnp.floating):
+        limits = jnp.iinfo(dtype)
+        # the largest integer has no equal among floats, and the next float is too large
+        largest = np.nextafter(np.asarray(limits.max, claim.dtype), np.asarray(0, claim.dtype))
+        claim = jnp.clip(claim, limits.min, largest)
+    return claim.astype(dtype)
 
 
 def check_attacks(attacks: Collection[Attack], uploads: tuple[Upload, ...]) -> None:
