@@ -354,6 +354,7 @@ def means_of(rows, params=None):
     return np.stack([feature[LABEL[rows] == label].mean(0) for label in range(SIZES.classes)])
 
 
+@pytest.mark.long
 def test_fedncm_asks_everybody_once_before_a_task_and_plays_no_other_round():
     rounds = federation("fedncm").method.rounds
     assert [(each.when, each.who, each.program.phases[0].view.epochs) for each in rounds] == [
@@ -468,6 +469,7 @@ def test_every_variant_of_pilora_runs_from_the_command_line(variant, tmp_path, c
     capsys.readouterr()
 
 
+@pytest.mark.long
 def test_a_client_s_memory_is_counted():
     memory, _ = jax.tree.map(lambda x: x[0], federation("icarl").states)
     assert num_bytes(memory.exemplars) == 6 * 3 * 4  # label, row and priority; no image

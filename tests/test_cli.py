@@ -208,6 +208,7 @@ def test_a_truncated_npz_is_named(capsys):
     )
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_another_shape_names_a_tensor(capsys):
     other = dataclasses.replace(VITS["vit_micro"], width=48, mlp=96)
     save_native("other.safetensors", init_vit(jax.random.key(0), other), {})
@@ -252,6 +253,7 @@ def test_a_config_file_that_is_no_text_is_named(capsys):
 # ---- mistakes about run directories ------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_directory_that_exists_is_left_as_it_is(linear_run, capsys):
     run = shutil.copytree(linear_run, "run")
     line = mistake(capsys, "run", "linear", "--out", str(run))

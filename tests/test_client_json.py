@@ -69,6 +69,7 @@ def test_text_becomes_the_places_of_its_characters(tmp_path):
     assert read_clients(written(tmp_path / "b.json", follows)).y.tolist() == [[1, 1, 0], [2, 0, 1]]
 
 
+@pytest.mark.long
 def test_what_is_read_is_simulated(tmp_path):
     import jax.numpy as jnp
     import optax

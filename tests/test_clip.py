@@ -169,6 +169,7 @@ def test_letters_of_the_packaged_tower_are_their_unicode_names():
 # ---- runs --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_zero_shot_classifier_knows_classes_of_later_tasks():
     """Of digits, which the packaged text tower has seen in print; the order of classes changes nothing."""
     found = fcljax.run("zero-shot", "digits", tasks=2, progress=False, class_order="natural")

@@ -148,6 +148,7 @@ def test_a_ridge_grows_until_the_matrix_is_positive_definite():
     assert np.all(np.isnan(ridge.solve_definite(jnp.full((3, 3), jnp.nan), products, 1e-3)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examples", [3, 300, 3000])
 def test_rounding_makes_no_honest_sum_impossible(examples):
     """Features nearly on a line, in more dimensions than examples, or added up in many batches."""

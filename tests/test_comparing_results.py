@@ -13,6 +13,7 @@ def seeds():
     return fcljax.run_seeds("fedncm", seeds=2, **TINY)
 
 
+@pytest.mark.long
 def test_seeds_are_runs_that_differ_only_in_the_seed(seeds):
     first, second = (result.metrics for result in seeds)
     assert [first["seed"], second["seed"]] == [2023, 2024]

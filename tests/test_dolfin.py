@@ -139,6 +139,7 @@ def test_a_does_not_train_and_is_the_leading_directions_of_everybody_s_inputs(se
     assert np.abs(servers[-1].params.adapter.b_v[0]).max() > 0
 
 
+@pytest.mark.long
 def test_a_second_task_s_pair_reads_nothing_that_the_memory_of_the_first_has(servers):
     memory, pairs = np.asarray(servers[1].rules[0][0]), servers[-1].params.adapter
     assert 0.9 < np.trace(memory) < TINY.width - 3

@@ -52,6 +52,7 @@ def test_updates_of_queries_and_values_are_one_update_of_timm_s_projection():
     assert not key.any()
 
 
+@pytest.mark.long
 def test_an_export_has_the_model_s_parameters_classifier_and_card(tmp_path, capsys):
     run = small_runs.finished("linear")
     folder = tmp_path / "out"

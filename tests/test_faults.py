@@ -127,7 +127,7 @@ def test_a_claim_about_integers_ends_at_their_limits(claim, says):
         return Upload(jnp.zeros(2), weight=jnp.asarray(5, jnp.int32)), state
 
     method = METHOD._replace(rounds=(Round(PROGRAM._replace(finish=finish)),))
-    lie = lambda upload, sender: upload._replace(weight=jnp.asarray(claim, jnp.float32))  # noqa: E731
+    lie = lambda upload, sender: upload._replace(weight=jnp.asarray(claim, jnp.float32))
     upload, _ = sent(faults.corrupt(method, lie, malicious=2))
     assert upload.weight.tolist() == [says, says, 5]
 

@@ -97,6 +97,7 @@ def test_the_loss_is_the_distance_to_prototypes_and_0_before_there_are_any(kind)
     assert difference == pytest.approx(0.5 * reference(kind, x, y, prototypes), rel=1e-5)
 
 
+@pytest.mark.long
 def test_training_pulls_features_to_their_prototypes():
     far = []
     for weight in (0.0, 30.0):
@@ -114,6 +115,7 @@ def test_training_pulls_features_to_their_prototypes():
     assert far[1] < far[0] - 0.1
 
 
+@pytest.mark.long
 def test_the_nearest_prototype_predicts():
     method = made(proto_predict="nearest", lora_lr=1e-30)
     server, _ = after_a_round(method)

@@ -66,6 +66,7 @@ def relative_ridge(h):
     return RIDGE * np.trace(h.T @ h) / M
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["dirichlet 0.05", "one class a client"])
 def test_with_all_directions_it_is_the_ridge_regression_of_all_examples_so_far(name):
     history = played(PARTITIONS[name])
@@ -83,6 +84,7 @@ def low_rank(gram, rank):
     return keep @ keep.T
 
 
+@pytest.mark.long
 def test_with_few_directions_clients_send_and_the_server_keeps_the_largest():
     partitions = PARTITIONS["iid"]
     server = played(partitions, rank=2, server_rank=3)[-1]
@@ -174,6 +176,7 @@ def test_a_client_sends_r_vectors_in_place_of_a_matrix():
     assert (traffic.upload_scalars, traffic.download_scalars) == (3 * WIDTH + 3, 3 * WIDTH + 3)
 
 
+@pytest.mark.long
 def test_claims_about_more_than_there_is_are_impossible():
     h = jnp.asarray(np.random.default_rng(2).normal(size=(4, 6)), jnp.float32)
     honest = module.summary_of(

@@ -83,6 +83,7 @@ def batch_of(rows):
 # ---- prototypes --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_nearest_of_the_merged_prototypes_wins_as_in_plain_numpy():
     method, history = played(False)
     assert [(each.when, each.who) for each in method.rounds] == [("task_start", "everyone")]
@@ -188,6 +189,7 @@ def test_the_embedding_trains_by_episodes_in_the_first_task_and_never_again():
     np.testing.assert_array_equal(upload.mean.adapter["scale"], one)
 
 
+@pytest.mark.long
 def test_prototypes_are_those_of_the_embedding_that_the_first_task_ends_with():
     method, history = played(True)
     assert [each.when for each in method.rounds] == ["round", "task_end"]

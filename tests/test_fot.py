@@ -95,6 +95,7 @@ def servers():
     return [step[0] for step in play(engine_of(method), server, states, PARTITIONS)]
 
 
+@pytest.mark.long
 def test_the_second_task_trains_what_the_first_task_s_inputs_do_not_reach(servers):
     first, last = servers[1].params.adapter, servers[-1].params.adapter
     for name, projection in (("a_v", first.tokens), ("b_v", first.value), ("a_q", first.tokens)):

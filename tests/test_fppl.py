@@ -500,6 +500,7 @@ def test_wo_unified_removes_the_loss_and_the_download_of_prototypes():
     assert reported[False] == pytest.approx(float(expected + 3 * pull), rel=1e-5)
 
 
+@pytest.mark.long
 def test_wo_fusion_takes_the_best_seen_task_and_never_trains_the_gate():
     method, server = make(wo_fusion=True)
     before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))

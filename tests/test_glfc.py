@@ -224,6 +224,7 @@ def test_a_client_that_notices_adopts_what_it_has_chosen():
     assert G.adopt_exemplars(known, jnp.bool_(False)).current.exemplars.index.tolist() == [0, -1, -1, -1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("entropy", "classes"), [(None, [0, 1, 2, 3, 4]), (5.0, [0, 1, 2, 3, 4]), (0.0, [3, 4])]
 )
@@ -482,6 +483,7 @@ def test_the_proxy_keeps_the_best_model_of_now_and_of_before(reset):
     assert server.state.monitor.label[1].tolist() == [4, 3, 3]
 
 
+@pytest.mark.long
 def test_the_radius_is_that_of_the_first_task_s_senders():
     server = Server()
     assert float(server.state.radius) == pytest.approx(0.15)

@@ -545,6 +545,7 @@ def test_an_ablation_of_nothing_is_refused():
     method_of("hepco", network=FORMULA, **SMALL, **FEW, wo_mse=True, generator_mse="sum")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ratio, count", some([(0.5, 32), (1.0, 64), (0.125, 8)], [(0.5, 32)]))
 def test_so_many_latents_of_older_classes_are_replayed(ratio, count):
     """O12."""

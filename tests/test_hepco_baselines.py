@@ -106,6 +106,7 @@ def test_without_their_weight_they_are_fedavg_prompt(name, values):
     assert furthest(by_hand(method(name, **values), rounds=2).params, plain) < 1e-6
 
 
+@pytest.mark.long
 def test_binary_problems_are_all_that_fedlwf_mc_learns():
     """A step of the client is one on the binary loss alone, in both tasks."""
     made = method("fedlwf-mc", optimiser="sgd", lr=0.1, full_lr=0.1, lr_schedule="constant")

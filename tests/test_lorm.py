@@ -187,6 +187,7 @@ def test_one_factor_trains_at_a_time_and_b_comes_first(history):
     assert np.abs(np.asarray(two.adapter.a_v - one.adapter.a_v)[0]).max() > 1e-6
 
 
+@pytest.mark.long
 def test_at_the_end_of_a_first_task_the_pair_stays_and_later_ones_share_the_input(history):
     first, rounds = history
     np.testing.assert_allclose(rounds[2].adapter.a_v[1], first.adapter.a_v[1])  # of the task to come

@@ -395,6 +395,7 @@ def test_means_on_the_way_are_of_features_before_each_update_and_a_class_without
     np.testing.assert_allclose(sent.vector, [[0] * WIDTH, images.mean(0)], rtol=1e-5)
 
 
+@pytest.mark.long
 def test_clean_means_are_of_one_pass_with_the_trained_model():
     method, server = make(adapter="full", full_lr=0.1, mean_features="clean")
     train, extract = phases_of(method)
@@ -717,6 +718,7 @@ def test_every_variant_plays_both_tasks_and_stays_finite(name):
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=1, heads=2, mlp=32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fields", small_runs.some([{}, dict(adapter="full")], [{}]))
 def test_a_round_on_a_transformer_changes_exactly_what_is_tuned(fields):
     method = build(network=vit_network(TINY), epochs=1, batch_size=8, lr=0.01, **fields)

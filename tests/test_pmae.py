@@ -289,6 +289,7 @@ def drawn(lots, rows, labels=None, wanted=4, tasks=TASKS[0]):
     return in_order(state)
 
 
+@pytest.mark.long
 def test_all_rows_of_a_class_that_has_few_go_up_in_their_order_and_of_many_as_many_as_are_wanted():
     """Oracle 7, over batches with padding."""
     few = drawn([[0.1, 0.9, 0.5, 0.7]], [[7, 2, 5, -1]])
@@ -306,6 +307,7 @@ def test_a_row_goes_to_its_class():
     assert found.latent[:, :, 0, 0].tolist() == [[11, 0], [0, 0], [12, 10]]
 
 
+@pytest.mark.long
 def test_a_client_uploads_what_the_encoder_says_of_its_own_rows_and_nothing_of_a_class_that_it_lacks():
     _, found = one_client()
     sent = jax.tree.map(lambda x: np.asarray(x[0]), found.gather[pmae.RESTORE])
@@ -432,6 +434,7 @@ def test_the_release_restores_tasks_10_to_19_with_the_prompt_of_task_1_too():
 # ---- the server: training ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_server_s_step_is_a_plain_step_of_adam_on_the_restored_images():
     values = VALUES | {"tune_batch": 64, "tune_lr": 0.01}
     method = method_of("pmae", **values)

@@ -133,6 +133,7 @@ def test_batches_vote_in_training_and_in_the_release_in_evaluation(fidelity, tra
     assert adapter.batchwise == (("l2p_eval_batchwise",) if evaluation else ())
 
 
+@pytest.mark.long
 def test_chosen_keys_are_pulled_to_the_queries():
     """O14: cosines (0.5, 0.5, 0, 0, 0) of the five chosen keys of every row: S = 1, the term -0.1."""
     query = jnp.eye(4)[:2] + 0
@@ -283,6 +284,7 @@ def test_gram_schmidt_takes_projections_off():
 CODA = {"coda_components": 4, "coda_length": 4, "coda_blocks": 2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("upload", ["current", "all"])
 def test_components_of_earlier_tasks_count_and_stay_and_coming_ones_do_not(upload):
     adapter = adapter_of("coda", **CODA, coda_upload=upload)

@@ -24,6 +24,7 @@ def run(tmp_path_factory):
     return folder, images
 
 
+@pytest.mark.long
 def test_the_table_and_the_csv_file_have_the_models_predictions(run, capsys):
     folder, images = run
     capsys.readouterr()

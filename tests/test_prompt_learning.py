@@ -115,6 +115,7 @@ def played(request):
     return request.param, method, [server, *(s for s, *_ in play(engine_of(method), server, states))]
 
 
+@pytest.mark.long
 def test_logits_are_cosines_of_images_and_prompts_and_classes_not_seen_never_win(played):
     name, method, history = played
     for server, task in ((history[1], STREAM[0]), (history[-1], STREAM[1])):

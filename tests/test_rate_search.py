@@ -62,6 +62,7 @@ def test_the_learning_rates_of_every_method_may_be_data(name):
     check_method(method, federation.read_plain, Example(frozen, data, federation.TASKS[0]))
 
 
+@pytest.mark.long
 def test_a_method_that_decides_by_the_value_of_a_rate_is_refused_in_one_line():
     def build_(rates):
         if rates["lr"] > 1:

@@ -169,6 +169,7 @@ def test_places_outside_of_the_memory_are_padding(data, partitions):
     assert received.gather[:2].tolist() == [[-1, 0, 15 * (MEMORY - 1), -1]] * 2
 
 
+@pytest.mark.long
 def test_cached_features_of_own_and_replayed_examples_come_together(partitions, data):
     """Where both views are deterministic; a batch with no features for its own rows has none at all."""
     both = {}

@@ -77,6 +77,7 @@ def test_tasks_are_a_number_labels_or_an_array(tasks):
     np.testing.assert_array_equal(heard[-1][1]["w"], ended.model["w"])
 
 
+@pytest.mark.long
 def test_going_on_from_a_state_gives_the_model_of_one_simulation():
     # one batch of all examples: their order, which depends on their indices, does not matter
     def of_part(part, tasks=None, **options):

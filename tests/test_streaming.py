@@ -36,6 +36,7 @@ def drive(engine, name, data, partitions):
     return server, states, [report.metrics for report in reports]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", small_runs.some(("vmap3", "loop1", "unroll2"), ("vmap3",)))
 @pytest.mark.parametrize("name", small_runs.some(TOYS, ("replaying",)))
 def test_windows_from_the_host_give_the_bits_of_resident_data(name, way, data, partitions):

@@ -52,6 +52,7 @@ def test_with_one_example_in_each_group_the_estimate_is_the_gram_matrix():
     assert found.examples == 8
 
 
+@pytest.mark.long
 def test_the_mean_estimate_over_random_groups_is_the_gram_matrix():
     """Class 2 is in two of the six groups only: the others do not count."""
     label = np.repeat([0, 1, 2], [17, 12, 5])
