@@ -286,6 +286,7 @@ class RunOptions(MergingOptions, total=False):
     reweight_temperature: float
     ridge: float
     ridge_choice: Literal["all", "task", "fixed"]
+    rotation_margin: float
     rounds: int
     scale: Literal["auto", "paper", "mini", "fit"]
     seed: int
@@ -295,6 +296,9 @@ class RunOptions(MergingOptions, total=False):
     server_lr: float | None
     server_rank: int
     server_steps: int
+    signature_epochs: int
+    signature_share: float
+    signature_tasks: int
     sketch_columns: int
     skip_corrupt: bool
     smooth_weight: float

@@ -69,6 +69,7 @@ OPTIONS = {
     "fed-talora": LORA,
     "dolfin": LORA,
     "fot": LORA,
+    "fedknow": LORA,
     "fedslca": {"full_lr": RATE, "align_epochs": 2, "align_samples": 8},
     "scaffold": LORA | SGD,
     "feddyn": LORA | SGD,

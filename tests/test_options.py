@@ -254,6 +254,8 @@ SOURCES = yaml.safe_load(
     lorm: {rounds: 5, lr: 0.0003, lora_lr: 0.0003, lora_rank: 16}
     dolfin: {memory_first: 0.95, memory_last: 1.0, lora_lr: 0.0005, lora_rank: 10}
     fot: {subspace_share: 0.87, subspace_growth: 0.001, sketch_columns: 5}
+    fedknow: {signature_share: 0.1, signature_epochs: 2, signature_tasks: 10,
+      distill_temperature: 2.0, rotation_margin: 0.5}
     c2prompt: {rounds: 3, lr: 0.01, coda_components: 80, coda_length: 10,
       compensation_length: 3, compensation_share: 0.5, kd_temperature: 3.0}
     fed-talora: {lora_rank: 4}

@@ -214,6 +214,16 @@ METHODS: dict[str, MethodEntry] = {
         excludes=dict.fromkeys(("linear", *_PROMPTS, "full"), _PAIRS),
         merges="its sketches of inputs are sums over examples, which are added up",
     ),
+    "fedknow": MethodEntry(
+        "FedAvg; gradients are turned so that they agree with what past tasks left behind (FedKNOW)",
+        "fedknow:PRESETS",
+        "fedknow:fedknow",
+        "lora",
+        excludes=dict.fromkeys(
+            ("prompts", "dualprompt", "coda"),
+            "clients keep knowledge of all tasks, but each task has separate prompts there",
+        ),
+    ),
     "fed-talora": MethodEntry(
         "one LoRA pair for all tasks; the error of averaging its factors goes to the weights (Fed-TaLoRA)",
         "fed_talora:PRESETS",

@@ -429,24 +429,36 @@ def add_terms(
 def descend(work: ClientWork, context: ClientContext, local: Local, direction: PyTree) -> Params:
     """Return trainable - learning rate * direction, after the rules' projections."""
     training = work.training
-    adapter_rate = work.learner.adapter.rate
-    if adapter_rate is None:
-        adapter_rate = training.lr
-    # in the order of `Params`: adapter, classifier, parameters of client rules
-    rates = (adapter_rate, training.lr, training.lr)
     factor = training.rate_factor(context, training.epoch_of(context, local.steps))
-
-    def updated(params: PyTree, direction: PyTree, rate: LearningRate) -> PyTree:
-        return jax.tree.map(lambda x, step: x - rate * factor * step, params, direction)
-
-    # without the last field: running statistics have no gradient
-    parts = map(updated, local.trainable[:3], direction[:3], rates)
-    trainable = Params(*parts, stats=local.trainable.stats)
+    trainable = moved_against(training, work.learner, local.trainable, direction, factor)
     # each rule projects what the rules before it returned
     for rule in work.rules:
         if rule.project:
             trainable = rule.project(context, trainable)
     return trainable
+
+
+def moved_against(
+    training: Training,
+    learner: Learner,
+    trainable: Params,
+    direction: Params,
+    factor: Array | float = 1.0,
+) -> Params:
+    """Return trainable - factor * learning rate * direction, with the adapter's own rate
+    where it has one."""
+    adapter_rate = learner.adapter.rate
+    if adapter_rate is None:
+        adapter_rate = training.lr
+    # in the order of `Params`: adapter, classifier, parameters of client rules
+    rates = (adapter_rate, training.lr, training.lr)
+
+    def updated(params: PyTree, direction: PyTree, rate: LearningRate) -> PyTree:
+        return jax.tree.map(lambda x, step: x - rate * factor * step, params, direction)
+
+    # without the last field: running statistics have no gradient
+    parts = map(updated, trainable[:3], direction[:3], rates)
+    return Params(*parts, stats=trainable.stats)
 
 
 def step_metrics(
