@@ -61,7 +61,7 @@ def test_the_gradient_is_turned_as_the_quadratic_program_says(margin):
     for sign in (1, -1):
         g = sign * gradient - 0.5 * common
         change = rotation(jnp.asarray(g, jnp.float32), jnp.asarray(rows, jnp.float32), margin)
-        np.testing.assert_allclose(g + change, turned(g, rows, margin), atol=1e-3)
+        np.testing.assert_allclose(g + change, turned(g, rows, margin), atol=1e-4)
         assert (rows @ (g + np.asarray(change))).min() > -1e-3 > (rows @ g).min()
     agreeing = jnp.asarray(common + rows.sum(0), jnp.float32)
     assert not rotation(agreeing, jnp.asarray(rows, jnp.float32), margin).any()
