@@ -111,7 +111,7 @@ OPTIONS = {
     "pmae": PMAE | {"vpt_length": 2, "vpt_blocks": 2},
 }
 OPTIONS |= {f"{name}-pmae": PMAE | OPTIONS[name] for name in ("l2p", "dualprompt", "coda-prompt")}
-STATEFUL = {"scaffold", "feddyn", "fedper", "ditto", "local"}  # clients' states change in a round
+STATEFUL = {"scaffold", "feddyn", "fedknow", "fedper", "ditto", "local"}  # clients' states change in a round
 STATEFUL |= {"vfcl", "glfc", "lga", "fedweit", "c2prompt"}
 EXAMPLES = ((9, 0, 4, 7),) * 2
 
