@@ -75,7 +75,7 @@ class Signature(NamedTuple):
     """The task's classes; none before its end."""
 
 
-class Knowledge(NamedTuple):
+class ClientKnowledge(NamedTuple):
     """The state of a client."""
 
     signatures: Signature
@@ -107,17 +107,17 @@ def fedknow(options: FedKNOWOptions, run: Run) -> Method:
 def signature_knowledge(options: FedKNOWOptions, loss: Loss, run: Run) -> ClientRule:
     """Keep knowledge of each task at its end, and turn the gradients of later tasks by it."""
 
-    def init(_key: PRNGKeyArray, trainable: Params) -> Knowledge:
+    def init(_key: PRNGKeyArray, trainable: Params) -> ClientKnowledge:
         check_all_last(run.adapter, trainable.adapter, "clients keep signature knowledge")
         no_classes = jnp.zeros(run.sizes.classes, bool)
         extracted = functools.partial(extract, share=options.signature_share)
         of_task = jax.eval_shape(extracted, trainable, no_classes)
         signatures = jax.tree.map(lambda leaf: jnp.zeros((run.sizes.tasks, *leaf.shape), leaf.dtype), of_task)
-        return Knowledge(signatures, weights_of(trainable), jnp.int32(-1))
+        return ClientKnowledge(signatures, weights_of(trainable), jnp.int32(-1))
 
     def on_end(
-        context: ClientContext, knowledge: Knowledge, trainable: Params, _state: Knowledge
-    ) -> Knowledge:
+        context: ClientContext, knowledge: ClientKnowledge, trainable: Params, _state: ClientKnowledge
+    ) -> ClientKnowledge:
         task = jnp.asarray(context.task.index, jnp.int32)
         return knowledge._replace(model=weights_of(trainable), task=task)
 
@@ -164,7 +164,7 @@ def extractor(options: FedKNOWOptions, loss: Loss, run: Run) -> ClientPass:
     """Extract a signature from the global model at a task's end, and tune it."""
     optimiser = run.training.optimiser
 
-    def start(context: ClientContext, _knowledge: Knowledge, _key: PRNGKeyArray) -> Tuning:
+    def start(context: ClientContext, _knowledge: ClientKnowledge, _key: PRNGKeyArray) -> Tuning:
         received = context.payload.trainable
         signature = extract(received, context.task.current, options.signature_share)
         return Tuning(signature, optimiser.init(signature.weights))
@@ -181,7 +181,9 @@ def extractor(options: FedKNOWOptions, loss: Loss, run: Run) -> ClientPass:
         weights = moved_against(run.training, step.learner, signature.weights, direction)
         return Tuning(signature._replace(weights=weights), state)
 
-    def end(context: ClientContext, tuning: Tuning, _trainable: Params, knowledge: Knowledge) -> Knowledge:
+    def end(
+        context: ClientContext, tuning: Tuning, _trainable: Params, knowledge: ClientKnowledge
+    ) -> ClientKnowledge:
         def put(of_all_tasks: Array, new: Array) -> Array:
             return of_all_tasks.at[context.task.index].set(new)
 
@@ -196,7 +198,7 @@ def extractor(options: FedKNOWOptions, loss: Loss, run: Run) -> ClientPass:
 
 
 def integrate(
-    options: FedKNOWOptions, loss: Loss, step: ClientStep, knowledge: Knowledge
+    options: FedKNOWOptions, loss: Loss, step: ClientStep, knowledge: ClientKnowledge
 ) -> Float[Array, ""]:
     """Return <g' - g, w>, whose gradient turns g into g'; its value does not count as loss."""
     model = jax.lax.stop_gradient(step.trainable)
