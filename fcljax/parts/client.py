@@ -442,7 +442,7 @@ def moved_against(
     training: Training,
     learner: Learner,
     trainable: Params,
-    direction: Params,
+    direction: PyTree,
     factor: Array | float = 1.0,
 ) -> Params:
     """Return trainable - factor * learning rate * direction, with the adapter's own rate
