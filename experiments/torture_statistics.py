@@ -46,6 +46,7 @@ def reports_of(name: str) -> list[Reported]:
     """The uploads of a method's first task that have claims besides their weight."""
     from fcljax import config
     from fcljax.checks import federation as tiny
+    from fcljax.checks.examples import TINY, network
     from fcljax.federated import reference
     from fcljax.federated.claims import claims_hold
     from fcljax.federated.engine import RoundInputs
@@ -55,8 +56,8 @@ def reports_of(name: str) -> list[Reported]:
 
     values = dict(epochs=1, batch_size=4, lr=1e-3) | OPTIONS[name]
     settings = config.resolve(config.from_mapping(name.partition(",")[0], values, "torture"))
-    vit = dataclasses.replace(tiny.TINY, depth=2)
-    method = make_method(settings, tiny.SIZES, tiny.network(vit))
+    vit = dataclasses.replace(TINY, depth=2)
+    method = make_method(settings, tiny.SIZES, network(vit))
     draw = np.random.default_rng(0)
     image = jnp.asarray(draw.normal(size=(60, 8, 8, 3)), jnp.float32)
     # by numpy: each draw of JAX outside of a jitted function is compiled by itself

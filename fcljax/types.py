@@ -804,7 +804,7 @@ class Method(NamedTuple):
     """Whether steps and `predict` read the class token of the frozen network without
     prompts. It is cached wherever images are deterministic."""
     batchwise: tuple[str, ...] = ()
-    """Options of the run that make a prediction depend on the other images of its batch;
+    """Options of the run that make a prediction depend on the other examples of its batch;
     (): it never does, as `fcljax check` tests."""
     predict_client: PredictClient | None = None
     """Logits of a client's personal model."""

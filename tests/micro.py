@@ -12,7 +12,7 @@ import toys
 
 from fcljax import config
 from fcljax.adapters.linear import LinearOptions, linear
-from fcljax.checks.federation import frozen_parameters, network
+from fcljax.checks.examples import frozen_parameters, network
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.check import Example
 from fcljax.federated.engine import Lanes, RoundInputs, init_clients, keep_task, make_engine, run_round

@@ -20,7 +20,8 @@ import yaml
 
 from fcljax import __version__, cli, config
 from fcljax.adapters import ADAPTERS
-from fcljax.checks import federation as tiny
+from fcljax.checks.examples import TINY
+from fcljax.checks.examples import network as network_of
 from fcljax.choices import CHOICES, options_of
 from fcljax.commands import running
 from fcljax.commands.arguments import parse
@@ -401,7 +402,7 @@ def test_list_breaks_no_name_at_80_columns(capsys, monkeypatch):
 @pytest.mark.long
 def test_what_list_says_cannot_work_is_refused_and_the_rest_is_not():
     """Adapters and aggregation rules, for every method: made, not run."""
-    network = tiny.network(tiny.TINY)
+    network = network_of(TINY)
     sizes = Sizes(classes=5, tasks=2, task_classes=3, clients=4, examples=9)
 
     def works(name, **options):

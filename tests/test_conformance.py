@@ -30,6 +30,7 @@ from toys import close, same
 from fcljax import config
 from fcljax.checks import conformance, tracing
 from fcljax.checks import federation as tiny
+from fcljax.checks.examples import kind_of, network, tiny_data
 from fcljax.federated.engine import Lanes
 from fcljax.federated.reference import epoch_order
 from fcljax.methods import METHODS, MethodEntry
@@ -120,7 +121,7 @@ EXAMPLES = ((9, 0, 4, 7),) * 2
 def federation(name):
     """A method with its engine, made once."""
     method = method_of(name, **{"epochs": 2, "batch_size": 4, "lr": RATE} | OPTIONS[name])
-    return tiny.tiny_federation(method, TINY, EXAMPLES)
+    return tiny.tiny_federation(method, sizes=EXAMPLES)
 
 
 @functools.cache
@@ -160,8 +161,8 @@ def test_the_statement_holds(name, statement):
     assert found.holds, found
 
 
-def test_a_method_that_reads_padding_is_caught():
-    """Its loss counts every example of a batch, whatever the mask says."""
+def reading_padding(method):
+    """The method with a loss that counts every example of a batch, whatever the mask says."""
 
     def unmasked(phase):
         def step(context, local, batch, key):
@@ -169,13 +170,16 @@ def test_a_method_that_reads_padding_is_caught():
 
         return phase._replace(step=step)
 
-    def reading_padding(each):
+    def of_round(each):
         phases = tuple(map(unmasked, each.program.phases))
         return each._replace(program=each.program._replace(phases=phases))
 
-    method = method_of("linear", epochs=2, batch_size=4, lr=RATE)
-    broken = method._replace(rounds=tuple(map(reading_padding, method.rounds)))
-    made = tiny.tiny_federation(broken, TINY, EXAMPLES)
+    return method._replace(rounds=tuple(map(of_round, method.rounds)))
+
+
+def test_a_method_that_reads_padding_is_caught():
+    broken = reading_padding(method_of("linear", epochs=2, batch_size=4, lr=RATE))
+    made = tiny.tiny_federation(broken, sizes=EXAMPLES)
     found = conformance.padding_is_inert(made, tiny.states_after_rounds(made))
     assert not found.holds and "server/params/classifier/kernel" in found.found
     assert found.found.endswith("usual cause: batch.mask is not used")
@@ -238,6 +242,69 @@ def test_one_client_with_all_rows_trains_as_a_plain_loop_would(method):
     assert float(jnp.max(jnp.abs(tuned[1].kernel - head.kernel))) > 3 * RATE  # it did train
 
 
+# ---- other data than images --------------------------------------------------------------------------------
+
+OTHER_DATA = {
+    "tables": {"dataset": "wine"},
+    "series": {"dataset": "npz:series.npz", "backbone": "conv1d"},
+    "texts": {"dataset": "text"},
+}
+ON_OTHER_DATA = [
+    "linear",
+    "fedavg-ft",
+    "ewc",
+    "lwf",
+    "icarl",
+    "scaffold",
+    "fedncm",
+    "fedranpac",
+    "afcl",
+    "lorm",
+    "local",
+]
+
+
+def checked_on(kind, method="linear", **values):
+    values = {"clients": 4, "batch_size": 4, "epochs": 2} | OTHER_DATA[kind] | values
+    return config.resolve(config.from_mapping(method, values, "test"))
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({}, "images"),
+        ({"dataset": "npz:images.npz"}, "images"),
+        ({"dataset": "csv:table.csv"}, "tables"),
+        ({"dataset": "npz:table.npz", "backbone": "mlp"}, "tables"),
+        ({"dataset": "texts:letters.parquet"}, "texts"),
+        *((values, kind) for kind, values in OTHER_DATA.items()),
+    ],
+)
+def test_a_method_is_checked_on_data_of_the_kind_that_the_settings_name(values, kind):
+    assert kind_of(config.resolve(config.from_mapping("linear", values, "test"))) == kind
+
+
+@pytest.mark.parametrize("kind", OTHER_DATA)
+def test_padding_of_other_data_than_images_is_caught(kind):
+    data = tiny_data(checked_on(kind))
+    for holds, change in ((True, lambda method: method), (False, reading_padding)):
+        method = change(make_method(checked_on(kind), tiny.SIZES, data.network))
+        made = tiny.tiny_federation(method, data)
+        found = conformance.padding_is_inert(made, tiny.states_after_rounds(made))
+        assert found.holds == holds, found
+
+
+@pytest.mark.parametrize("kind", OTHER_DATA)
+@pytest.mark.parametrize("method", ON_OTHER_DATA)
+@pytest.mark.long
+def test_every_statement_holds_on_other_data_than_images(method, kind):
+    values = {"lr": RATE}
+    if method in ("fedncm", "fedranpac", "afcl"):
+        values = {}
+    wrong = [found for found in conformance.check(checked_on(kind, method, **values)) if not found.holds]
+    assert not wrong, wrong
+
+
 # ---- what a row that fails says ----------------------------------------------------------------------------
 
 
@@ -256,7 +323,7 @@ def made_of(loss=None, rule=None, server_rule=None):
     entry = MethodEntry("a user's own", NoOptions, build, adapter="linear")
     values = {"clients": 4, "batch_size": 4, "epochs": 2}
     cfg = config.from_mapping(entry, values, "test")
-    return tiny.tiny_federation(make_method(cfg, tiny.SIZES, tiny.network(tiny.TINY)))
+    return tiny.tiny_federation(make_method(cfg, tiny.SIZES, network(TINY)))
 
 
 @pytest.mark.parametrize(

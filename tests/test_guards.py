@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from fcljax import cli, config
 from fcljax.bridges import node
-from fcljax.checks import federation as tiny
+from fcljax.checks import examples
 from fcljax.errors import InputError
 from fcljax.federated import claims
 from fcljax.federated.communication import Traffic
@@ -321,7 +321,7 @@ def test_the_table_of_uploads_names_every_method():
     named = [name for names, _ in rows for name in names.split(", ")]
     assert sorted(named) == sorted(METHODS)
     # methods that are said to send nothing else make no claims but of weights and precisions
-    network = tiny.network(tiny.TINY)
+    network = examples.network(examples.TINY)
     sizes = Sizes(classes=5, tasks=2, task_classes=3, clients=4, examples=9)
     plain = next(names for names, sent in rows if sent.startswith("what trains: "))
     for name in plain.split(", "):
@@ -333,7 +333,7 @@ def test_the_table_of_uploads_names_every_method():
 @pytest.mark.parametrize("name", CLAIMS)
 def test_what_clients_say_of_themselves_is_checked(name):
     """A method's program has the claims that `test_numbers_of_examples_...` and its neighbours try."""
-    network = tiny.network(tiny.TINY)
+    network = examples.network(examples.TINY)
     sizes = Sizes(classes=5, tasks=2, task_classes=3, clients=4, examples=9)
     settings = config.resolve(config.from_mapping(name, {}, "test"))
     programs = [each.program for each in make_method(settings, sizes, network).rounds]

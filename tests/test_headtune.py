@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from micro import FROZEN, KEY, SIZES, STREAM, TINY, method_of, round_context_of
 
-from fcljax.checks.federation import network
+from fcljax.checks.examples import network
 from fcljax.errors import InputError
 from fcljax.methods import METHODS
 from fcljax.models.heads import Head

@@ -13,6 +13,7 @@ from test_conformance import federation, history
 
 import fcljax
 from fcljax.adapters.lora import LoraOptions, lora
+from fcljax.checks import examples
 from fcljax.checks import federation as tiny
 from fcljax.checks.participation import late_clients_keep_the_same, participation_equals_the_reference
 from fcljax.methods.feddyn import dynamic_regularisation
@@ -76,7 +77,7 @@ def scaffold_run():
 
 
 def federation_of_lora():
-    sizes, network = tiny.SIZES, tiny.network(tiny.TINY)
+    sizes, network = tiny.SIZES, examples.network(examples.TINY)
     adapter = lora(LoraOptions(lora_pairs="one", lora_lr=RATE, lora_blocks=2), sizes, network)
     return Run(sizes, network, adapter, Training(1, 4, RATE, optax.identity()))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import fcljax
 from fcljax import config
-from fcljax.checks import federation
+from fcljax.checks import examples, federation
 from fcljax.data.store import Split
 from fcljax.errors import InputError
 from fcljax.federated import health
@@ -48,16 +48,16 @@ def settings_of(method="linear", **given):
 def test_the_learning_rates_of_every_method_may_be_data(name):
     """Each function of the method is traced with rates that are no constants, and keeps to the protocol."""
     settings = config.from_mapping(name, dict(scale="fit", batch_size=4, epochs=2), "options")
-    rates, network = config.learning_rates(settings), federation.network(federation.TINY)
+    rates, network = config.learning_rates(settings), examples.network(examples.TINY)
     assert bool(rates) != METHODS[name].closed_form
 
     def build_(rates):
         return make_method(_with(settings, rates), federation.SIZES, network)
 
     method = with_rates(build_, rates)
-    query = federation.padding_features(0.0, 0, federation.TINY.width)
+    query = federation.padding_features(0.0, 0, examples.TINY.width)
     data = federation.Split(jnp.zeros((60, 8, 8, 3)), jnp.zeros(60, jnp.int32), query=query)
-    frozen = federation.frozen_parameters(federation.TINY, jnp.zeros((12, 8, 8, 3), jnp.uint8))
+    frozen = examples.frozen_parameters(examples.TINY, jnp.zeros((12, 8, 8, 3), jnp.uint8))
     frozen = frozen._replace(rates=as_data(rates))
     check_method(method, federation.read_plain, Example(frozen, data, federation.TASKS[0]))
 
@@ -70,9 +70,9 @@ def test_a_method_that_decides_by_the_value_of_a_rate_is_refused_in_one_line():
         return made
 
     settings = settings_of()
-    made = make_method(settings, federation.SIZES, federation.network(federation.TINY))
+    made = make_method(settings, federation.SIZES, examples.network(examples.TINY))
     method = with_rates(build_, {"lr": 0.1})
-    frozen = federation.frozen_parameters(federation.TINY, jnp.zeros((1, 8, 8, 3)))
+    frozen = examples.frozen_parameters(examples.TINY, jnp.zeros((1, 8, 8, 3)))
     with pytest.raises(InputError, match="^scale: with fit, learning rates are data"):
         jax.eval_shape(method.init, jax.random.key(0), frozen._replace(rates=as_data({"lr": 0.1})))
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from fcljax.checks.examples import COUNT, tiny_data
 from fcljax.checks.federation import (
     GARBAGE,
     SIZES,
     TASKS,
-    TINY,
     Federation,
     PlayedState,
     Statement,
@@ -23,7 +23,6 @@ from fcljax.checks.federation import (
     engine_of,
     equal_bits,
     farthest_leaf,
-    network,
     not_finite,
     of_client,
     padding_features,
@@ -33,6 +32,7 @@ from fcljax.checks.federation import (
     receive,
     states_after_rounds,
     tiny_federation,
+    with_padding,
 )
 from fcljax.checks.neighbours import neighbours_do_not_matter
 from fcljax.checks.participation import late_clients_keep_the_same, participation_equals_the_reference
@@ -54,12 +54,14 @@ def check(settings: RunConfig) -> list[Statement]:
     """Test every statement on a method.
 
     Args:
-      settings: resolved; those of the method, the adapter and the training count.
+      settings: resolved; those of the method, the adapter and the training count, and of
+        the data their kind: images, tables, series or texts.
 
     Raises:
       InputError: for a method that does not follow the protocol.
     """
-    federation = tiny_federation(make_method(settings, SIZES, network(TINY)))
+    data = tiny_data(settings)
+    federation = tiny_federation(make_method(settings, SIZES, data.network), data)
     history = states_after_rounds(federation)
     # in this order: tracing comes last and counts the traces of all others
     return [statement(federation, history) for statement in STATEMENTS]
@@ -221,20 +223,19 @@ def _owner(federation: Federation, leaves: str, field: str = "") -> str:
 def padding_is_inert(federation: Federation, history: list[PlayedState]) -> Statement:
     """Check that padding never influences a result, whatever it contains.
 
-    Padding is the images and labels whose mask is False, and images that no client has.
+    Padding is the examples and labels whose mask is False, and examples that no client has.
     """
     indices = np.concatenate([partition.indices for partition in federation.partitions])
-    # an image that no client has can only be read as padding: NaN would spread at once
-    owned = np.isin(np.arange(60), indices)[:, None, None, None]
-    image = jnp.where(owned, federation.data.input, jnp.nan)
+    # an example that no client has can only be read as padding: NaN would spread at once
+    examples = with_padding(np.isin(np.arange(COUNT), indices), federation.data.input, jnp.nan)
     assert federation.data.query is not None
-    # the engine writes zeros into padding itself, so other pixels and labels travel in
+    # the engine writes zeros into padding itself, so other numbers and labels travel in
     # the query features, and `_with_padding` puts them into the batches
     query = padding_features(*GARBAGE, federation.data.query.shape[1])
-    poisoned = states_after_rounds(federation, federation.data._replace(input=image, query=query))
+    poisoned = states_after_rounds(federation, federation.data._replace(input=examples, query=query))
     leaves = difference(poisoned[-1], history[-1])
     return _equal_or_cause(
-        "padding is inert: with other images and labels in it, nothing changes",
+        "padding is inert: with other examples and labels in it, nothing changes",
         f"{leaves}{_owner(federation, leaves)}" if leaves else "",
         "batch.mask is not used",
     )

@@ -1,11 +1,10 @@
 """A tiny federation on which `fcljax check` tests a method.
 
-A tiny random ViT, five classes in two tasks, four clients, one of which has no examples
-of the first task: small enough for seconds, large enough for partial batches, padding
-classes and absent clients.
+A tiny random network, five classes in two tasks, four clients, one of which has no
+examples of the first task: small enough for seconds, large enough for partial batches,
+padding classes and absent clients.
 """
 
-import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from fcljax.checks.examples import CLASSES, COUNT, TinyData, images
+from fcljax.data.kinds import take
 from fcljax.data.partition import count_matrix
 from fcljax.data.store import ClientIndices, Split
 from fcljax.data.tasks import make_tasks
@@ -35,16 +36,10 @@ from fcljax.federated.engine import (
     run_round,
 )
 from fcljax.federated.schedule import ClientPartition, capacities, plan_round
-from fcljax.models.clip import ClassTexts, padded, text_tower, with_features
-from fcljax.models.mae import DecoderConfig, autoencoder, init_decoder
-from fcljax.models.shapes import TextConfig
-from fcljax.models.text import init_text
-from fcljax.models.vit import ViTConfig, init_vit, vit_network
 from fcljax.types import (
     Batch,
     Frozen,
     Method,
-    Network,
     Phase,
     ReplayBuffer,
     Round,
@@ -53,25 +48,15 @@ from fcljax.types import (
     Task,
 )
 
-TINY = ViTConfig(image_size=8, patch=4, width=16, depth=6, heads=2, mlp=32)
-DECODER = DecoderConfig(image_size=8, patch=4, encoder_width=16, width=8, depth=2, heads=2, mlp=16)
-TOWER = TextConfig(
-    vocabulary=20,
-    length=24,
-    blocks=ViTConfig(width=8, depth=1, heads=2, mlp=16),
-    pooling="end",
-    causal=True,
-)
-JOINT = 6  # width of the space of texts and images
-TASKS = make_tasks(5, 2)  # the second task has two classes and a padding class
-SIZES = Sizes(classes=5, tasks=2, task_classes=3, clients=4, rounds=2, examples=9)
+TASKS = make_tasks(CLASSES, 2)  # the second task has two classes and a padding class
+SIZES = Sizes(classes=CLASSES, tasks=2, task_classes=3, clients=4, rounds=2, examples=9)
 # examples of each client in each task: one client has none of the first task, and one
 # has a single example of the second
 EXAMPLES = ((9, 0, 4, 7), (6, 5, 1, 8))
 KEY = jax.random.key(0)
 LANES = Lanes(2, "vmap")
 SHORT = 2  # examples of a short batch
-GARBAGE = (7.0, 1)  # pixels and label of padding, where the engine has zeros
+GARBAGE = (7.0, 1)  # numbers and label of padding, where the engine has zeros
 
 
 class Statement(NamedTuple):
@@ -106,79 +91,62 @@ class PlayedState(NamedTuple):
     """The server's replay buffers of finished tasks."""
 
 
-def network(vit: ViTConfig) -> Network:
-    """Return a ViT for images of 8 pixels, with an autoencoder of another pixel range and a
-    text side."""
-    # other pixel ranges, so that a method that forgets to convert between them fails
-    pair = autoencoder(vit, dataclasses.replace(DECODER, encoder_width=vit.width), (0.5,) * 3, (0.25,) * 3)
-    return vit_network(vit, autoencoder=pair)._replace(text=text_tower(TOWER, JOINT))
-
-
-def frozen_parameters(vit: ViTConfig, surrogate: Array) -> Frozen:
-    """Return random parameters of `network`, images of another data set, and texts."""
-    decoder = init_decoder(jax.random.key(4), dataclasses.replace(DECODER, encoder_width=vit.width))
-    return Frozen(init_vit(jax.random.key(1), vit), decoder, surrogate, text=class_texts(vit))
-
-
-def class_texts(vit: ViTConfig) -> ClassTexts:
-    """Return a random text side of `network`, with names of one to three tokens."""
-    keys = jax.random.split(jax.random.key(5), 4)
-    tokens = padded([[18, *range(3, 4 + i % 3), 4 + i, 19] for i in range(SIZES.classes)])
-    text_projection = jax.random.normal(keys[0], (TOWER.width, JOINT))
-    image_projection = jax.random.normal(keys[1], (vit.width, JOINT))
-    texts = ClassTexts(
-        # larger than the usual initial values, with which the features of all names are
-        # nearly equal
-        jax.tree.map(lambda x: 3 * x, init_text(keys[2], TOWER)),
-        text_projection,
-        image_projection,
-        jnp.float32(10.0),
-        jnp.asarray(tokens["ids"]),
-        jnp.asarray(tokens["mask"]),
-        jnp.zeros((SIZES.classes, JOINT)),
-    )
-    return with_features(TOWER, texts)
-
-
 def tiny_federation(
-    method: Method, vit: ViTConfig = TINY, sizes: Sequence[Sequence[int]] = EXAMPLES
+    method: Method,
+    data: TinyData | None = None,
+    sizes: Sequence[Sequence[int]] = EXAMPLES,
 ) -> Federation:
-    """Return the method on 60 random images.
+    """Return the method on 60 random examples.
 
     Args:
       method: the method.
-      vit: the network, for images of 8 pixels.
+      data: the examples, and the network that reads them; None: `images`.
       sizes: numbers of examples, `[task][client]`.
     """
     # before the engine is made, which compiles the method's steps as they are then
     method = _with_padding(method)
-    label = np.arange(60) % SIZES.classes
-    rng = np.random.default_rng(0)
-    image = jnp.asarray(rng.normal(size=(60, 8, 8, 3)), jnp.float32)
+    if data is None:
+        data = images()
+    label = np.arange(COUNT) % SIZES.classes
     # query features stand for the padding's content here, see `padding_features`
-    data = Split(image, jnp.asarray(label, jnp.int32), query=padding_features(0.0, 0, vit.width))
+    query = padding_features(0.0, 0, data.network.width)
+    split = Split(data.examples, jnp.asarray(label, jnp.int32), query=query)
     partitions = [partition_of(label, task, counts) for task, counts in zip(TASKS, sizes, strict=True)]
-    surrogate = jnp.asarray(rng.integers(0, 256, (12, 8, 8, 3)), jnp.uint8)
-    frozen = frozen_parameters(vit, surrogate)
-    server = jax.jit(method.init)(jax.random.key(2), frozen)
-    engine = engine_of(method, LANES, frozen, data, partitions)
+    server = jax.jit(method.init)(jax.random.key(2), data.frozen)
+    engine = engine_of(method, LANES, data.frozen, split, partitions)
     states = init_clients(method, server, SIZES.clients, KEY)
-    return Federation(method, engine, frozen, data, partitions, server, states)
+    return Federation(method, engine, data.frozen, split, partitions, server, states)
 
 
-def read_plain(data: Split, index: Array, _keys: Array, _augment: bool) -> tuple[Array, Array, Array]:
-    """Return images without augmentation, labels, and the content of padding in place of
-    query features."""
+def read_plain(data: Split, index: Array, _keys: Array, _augment: bool) -> tuple[PyTree, Array, Array]:
+    """Return examples without augmentation, labels, and the content of padding in place
+    of query features."""
     assert data.query is not None
-    return data.input[index], data.label[index], data.query[index]
+    return take(data.input, index), data.label[index], data.query[index]
 
 
-def padding_features(pixel: float, label: int, width: int) -> Array:
+def padding_features(number: float, label: int, width: int) -> Array:
     """Return the content of padding in place of query features [60, width].
 
     Every example carries it, since the engine clears padding itself.
     """
-    return jnp.zeros((60, width)).at[:, 0].set(pixel).at[:, 1].set(label)
+    return jnp.zeros((COUNT, width)).at[:, 0].set(number).at[:, 1].set(label)
+
+
+def with_padding(mask: Array | np.ndarray, examples: PyTree, number: Array | float) -> PyTree:
+    """Return the examples in the mask [B], and a number in all entries of the others.
+
+    Booleans become True, and NaN becomes 0 among integers.
+    """
+
+    def fill(leaf: Array) -> Array:
+        filler = jnp.asarray(number)
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            filler = jnp.nan_to_num(filler)
+        rows = mask.reshape(-1, *[1] * (leaf.ndim - 1))
+        return jnp.where(rows, leaf, filler.astype(leaf.dtype))
+
+    return jax.tree.map(fill, examples)
 
 
 def _with_padding(method: Method) -> Method:
@@ -187,10 +155,11 @@ def _with_padding(method: Method) -> Method:
     def filled(batch: Batch) -> Batch:
         if batch.query is None:  # a batch that the server draws carries none
             return batch
-        pixel, label, *_ = jnp.max(batch.query, axis=0)
-        image = jnp.where(batch.mask[:, None, None, None], batch.input, pixel)
+        number, label, *_ = jnp.max(batch.query, axis=0)
         return batch._replace(
-            input=image, label=jnp.where(batch.mask, batch.label, label.astype(jnp.int32)), query=None
+            input=with_padding(batch.mask, batch.input, number),
+            label=jnp.where(batch.mask, batch.label, label.astype(jnp.int32)),
+            query=None,
         )
 
     def phase_of(phase: Phase) -> Phase:

@@ -128,11 +128,11 @@ def next_round(
     if predict is None:
         return received, ()
     round_context = RoundContext.on_host(federation.frozen, TASKS[1], 0, False)
-    image = jnp.asarray(federation.data.input)
+    examples = jax.tree.map(jnp.asarray, federation.data.input)
     label = jnp.asarray(federation.data.label)
-    # all images at once, none of them padding; labels in place of indices, which no
+    # all examples at once, none of them padding; labels in place of indices, which no
     # prediction reads
-    batch = Batch(image, label, label >= 0, label)
+    batch = Batch(examples, label, label >= 0, label)
     # the context is an argument: methods see arrays that JAX traces, as in the engine
     predict_all = jax.jit(jax.vmap(predict, in_axes=(None, None, 0, None)))
     return received, predict_all(round_context, server, after, batch)

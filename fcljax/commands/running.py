@@ -228,17 +228,19 @@ def _seeds(resolved: config.RunConfig, paths: Paths) -> list[int] | None:
 
 def check(arguments: list[str]) -> int:
     """Run `fcljax check METHOD [options]`, which tests the invariants that every method
-    must satisfy; exit code 1 if one does not hold."""
+    must satisfy, on random examples of the kind that --dataset and --backbone have; exit
+    code 1 if one does not hold."""
     typed, paths = read_alone(arguments, "check")
     # small enough for seconds, and with several steps, batches and clients to tell apart
     resolved = settings(arguments[0], {"clients": 4, "batch_size": 4, "epochs": 2, **typed}, paths)
     keep_compiled(paths.compile_cache)
 
-    from fcljax.checks import conformance
+    from fcljax.checks import conformance, examples
 
     explanation = config.explain_fidelity(resolved)
     if explanation:
         say(Console(stderr=True), explanation)
+    say(Console(stderr=True), f"data: {examples.COUNT} random {examples.kind_of(resolved)}")
     statements = conformance.check(resolved)
     table = Table("statement", "holds", "found")
     for name, holds, finding in statements:
