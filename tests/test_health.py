@@ -98,6 +98,15 @@ def square(model, x, y):
     return jnp.sum((x - model) ** 2, axis=-1)
 
 
+@pytest.mark.parametrize(("loss", "diverged"), [(4.67, False), (5.2, True)])
+def test_a_loss_near_that_of_guessing_is_named_but_no_divergence(loss, diverged):
+    line = {"task": 4, "participants": 2, "rejected": 0, "train_cross_entropy": loss, "classes_seen": 100}
+    (said,) = training_warnings([line])
+    assert f"in task 5 it is {loss}, and guessing among 100 classes gives 4.61" in said
+    assert ("diverged" in said and "lower the learning rates" in said) == diverged
+    assert training_warnings([line | {"train_cross_entropy": 4.6}]) == []
+
+
 @pytest.mark.long
 def test_a_simulation_says_what_went_wrong_in_one_line(capsys):
     def nan_added(model, x, y):

@@ -14,6 +14,7 @@ GRADIENT_NORM = "gradient_norm"
 # prefix of a term's name: the norm of its gradient over the sum of all terms' norms
 SHARE = "gradient_share_"
 CLASSES = "classes_seen"  # of the tasks so far
+NEAR_GUESSING = 1.1  # most cross-entropy over that of a uniform guess that is no divergence
 
 Line = Mapping[str, Any]  # of metrics.jsonl, or of a simulation's history
 
@@ -92,13 +93,18 @@ def _worse_than_guessing(lines: Sequence[Line]) -> list[str]:
     if not worse:
         return []
     # the worst task is reported
-    task, line = max(worse.items(), key=lambda item: item[1][CROSS_ENTROPY])
-    return [
-        f"warning: training diverged: at the end of {len(worse)} of {len(last_line)} tasks the clients' "
-        f"cross-entropy is worse than guessing; in task {task + 1} it is {line[CROSS_ENTROPY]:.3g}, and "
-        f"guessing among {line[CLASSES]} classes gives {math.log(line[CLASSES]):.3g}; lower the learning "
-        f"rates (--lr and the adapter's)"
-    ]
+    task, line = max(worse.items(), key=lambda item: item[1][CROSS_ENTROPY] / math.log(item[1][CLASSES]))
+    guess = math.log(line[CLASSES])
+    measurement = (
+        f"at the end of {len(worse)} of {len(last_line)} tasks the clients' cross-entropy is worse than "
+        f"guessing; in task {task + 1} it is {line[CROSS_ENTROPY]:.3g}, and guessing among {line[CLASSES]} "
+        f"classes gives {guess:.3g}"
+    )
+    # softmax over distances to prototypes can be nearly uniform where the nearest one is
+    # right, so a loss near a guess' is no divergence
+    if line[CROSS_ENTROPY] < NEAR_GUESSING * guess:
+        return [f"warning: {measurement}: the predicted probabilities are nearly uniform"]
+    return [f"warning: training diverged: {measurement}; lower the learning rates (--lr and the adapter's)"]
 
 
 def above_guessing(line: Line) -> bool:
