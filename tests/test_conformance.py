@@ -285,7 +285,14 @@ def test_a_method_is_checked_on_data_of_the_kind_that_the_settings_name(values, 
     assert kind_of(config.resolve(config.from_mapping("linear", values, "test"))) == kind
 
 
-@pytest.mark.parametrize("kind", OTHER_DATA)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "tables",
+        pytest.param("series", marks=pytest.mark.long),
+        pytest.param("texts", marks=pytest.mark.long),
+    ],
+)
 def test_padding_of_other_data_than_images_is_caught(kind):
     data = tiny_data(checked_on(kind))
     for holds, change in ((True, lambda method: method), (False, reading_padding)):
