@@ -76,6 +76,7 @@ def sent(method, server, task=TASK):
     return method.broadcast(round_context_of(task, frozen=SCALE), server).payload.sent
 
 
+@pytest.mark.long
 def test_the_moments_of_a_class_are_those_of_the_mixture_of_all_clients():
     method = made()
     found = sent(method, begun(method))["moments"]

@@ -4,6 +4,7 @@ features drawn from them."""
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from micro import SIZES, STREAM, WIDTH
 from test_fedrecon import PIXELS, run_of
 
@@ -45,6 +46,7 @@ def calibrated():
     return update.params.classifier, update.state
 
 
+@pytest.mark.long
 def test_gaussians_are_merged_and_the_classifier_is_trained_on_features_drawn_from_them():
     head, known = calibrated()
     for label in (0, 1):

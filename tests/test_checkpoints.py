@@ -472,6 +472,7 @@ def test_a_file_in_a_folder_has_its_own_config(hub):
     assert read_checkpoint("hf:someone/vit-tiny:b16/weights.safetensors").config == {"of": "b16"}
 
 
+@pytest.mark.long
 def test_the_second_time_nothing_is_downloaded_and_without_the_hub_the_cache_serves(hub, monkeypatch):
     hub.files["model.safetensors"] = blob(TENSORS)
     read_checkpoint("hf:someone/vit-tiny")

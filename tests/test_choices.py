@@ -215,6 +215,7 @@ def test_a_schedule_that_cannot_be_is_one_line(given, says):
     assert says in str(error.value)
 
 
+@pytest.mark.long
 def test_a_schedule_scales_the_steps_of_a_client():
     """A factor of 0 leaves every client where it started; one of 1 changes nothing."""
     after = lambda **values: (

@@ -161,6 +161,7 @@ def errors_of(server, rows):
     return {float(ridge): error(ridge) for ridge in np.asarray(ranpac.RIDGES, np.float64)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("choice", some(["all", "task"], ["task"]))
 def test_fedranpac_takes_the_ridge_that_errs_least_on_the_examples_apart(choice):
     history = played("fedranpac", PARTITIONS["dirichlet 0.05"], ridge_choice=choice)

@@ -95,6 +95,7 @@ def test_a_share_is_at_most_all(name):
         check_ranges(DolfinOptions(**{name: 1.5}))
 
 
+@pytest.mark.long
 def test_products_larger_than_the_squares_allow_are_refused():
     method = dolfin()
     context = context_of(method, compiled(method.init)(KEY, FROZEN), STREAM[0], info_of(5), FROZEN)

@@ -81,6 +81,7 @@ def test_two_tasks_of_two_rounds_equal_plain_loops(name, way, data, partitions, 
     assert ("after_round 1 phase 0" in engine.traces) == (name == "personal")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "way"),
     small_runs.some(
@@ -411,6 +412,7 @@ def test_a_round_without_any_rows_changes_nothing(data, partitions):
     assert report.participants == 0
 
 
+@pytest.mark.long
 def test_every_client_with_rows_refreshes_its_state_whoever_took_part(data, partitions):
     (_, states, _), _, before = play_once(engine_of("personal", "vmap3"), data, partitions[0], [0, 6])
     changed = np.any(np.asarray(states) != np.asarray(before), axis=-1)

@@ -49,6 +49,7 @@ def product_of(pair):
     return np.stack([pair.b_q @ pair.a_q, pair.b_v @ pair.a_v])
 
 
+@pytest.mark.long
 def test_the_network_gets_the_mean_of_the_clients_updates_round_after_round():
     method = made()
     server = compiled(method.init)(KEY, SCALE)

@@ -50,6 +50,7 @@ def after_a_round(method):
     return server_round(method, server, TASK, everybody)[0], total
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["examples", "clients"])
 def test_global_prototypes_are_means_over_examples_or_over_clients(kind):
     method = made(proto_mean=kind, lora_lr=1e-30)  # features stay those of the first network

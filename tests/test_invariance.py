@@ -44,6 +44,7 @@ def uploads(engine, data, partition, ids):
 # ---- lanes, chunks, devices, co-participants ---------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", EACH)
 def test_a_clients_upload_does_not_depend_on_lanes(way, data, partitions):
     expected = uploads(engine_of("remembering", "loop1"), data, partitions[0], PRESENT)

@@ -253,6 +253,7 @@ def aligned_by_hand(weights, epochs, task_of, options):
     return weights
 
 
+@pytest.mark.long
 def test_slcas_alignment_is_descent_on_normalised_logits():
     options = FedSLCAOptions(align_epochs=3, align_samples=4, align_lr=0.05, align_decay=0.1)
     task_of = np.array([0, 0, 1])

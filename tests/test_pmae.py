@@ -201,6 +201,7 @@ def test_the_reconstructive_prompt_follows_the_error_of_hidden_patches_and_nothi
     assert np.mean(np.isclose(np.abs(step), 1e-2, rtol=1e-2)) > 0.9
 
 
+@pytest.mark.long
 def test_the_first_step_is_against_the_gradient_of_the_written_out_loss():
     """The masks are drawn with the keys that a batch has for its rows."""
     method = method_of("pmae", **VALUES)

@@ -68,6 +68,7 @@ def mlp(params, x):
     return hidden @ params.second.kernel + params.second.bias
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", [0, 2])
 def test_the_generator_computes_the_papers_equations(layers):
     options = FedTPGOptions(context_length=3, generator_heads=2, generator_layers=layers)

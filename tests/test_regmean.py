@@ -148,6 +148,7 @@ def test_a_client_sends_gram_matrices_and_each_layer_once():
     assert not jax.tree.leaves(upload.gather)
 
 
+@pytest.mark.long
 def test_sums_that_no_training_can_give_are_not_believed():
     method = method_of("regmean", **LORA_OPTIONS)
     server = compiled(method.init)(KEY, FROZEN)

@@ -46,6 +46,7 @@ def test_targets_of_several_axes_are_those_of_federated_averaging_by_hand(batch_
     np.testing.assert_allclose(found.model["w"], expected, atol=1e-5)
 
 
+@pytest.mark.long
 def test_inputs_are_any_pytree_and_padding_of_it_does_not_count():
     def loss(model, x, y):
         return (jnp.sum(x["parts"][0] * x["mask"][:, None], -1) * model["w"] - y) ** 2

@@ -103,6 +103,7 @@ class NextToken(nnx.Module):
         return self.table(x)
 
 
+@pytest.mark.long
 def test_perplexity_is_of_all_tokens_and_padding_is_none():
     tokens = RNG.integers(0, 5, (24, 7))
     x, y = tokens[:, :-1], tokens[:, 1:].copy()

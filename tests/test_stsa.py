@@ -40,6 +40,7 @@ def summed(x, label, group, groups, valid):
     return Sums(jnp.asarray(feature, jnp.float32), jnp.asarray(member.sum(0).reshape(len(valid), 2, 3)))
 
 
+@pytest.mark.long
 def test_with_one_example_in_each_group_the_estimate_is_the_gram_matrix():
     x, label, valid = RNG.normal(size=(8, M)), np.array([0, 1, 0, 0, 1, 1, 0, 1]), np.ones(5, bool)
     valid[4] = False

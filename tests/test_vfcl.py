@@ -189,6 +189,7 @@ def test_at_first_the_body_is_where_its_prior_is_and_the_heads_prior_is_standard
     assert found == pytest.approx(factor * sum(terms), rel=1e-3)
 
 
+@pytest.mark.long
 def test_the_loss_of_two_draws_is_their_mean_with_the_priors():
     """Of a client with a posterior of the task before, each draw as by a method of one draw."""
     batch, samples = rows_of([0, 1, 2]), 2

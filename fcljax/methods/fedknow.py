@@ -255,7 +255,7 @@ def rotation(gradient: Gradient, rows: Gradients, margin: float) -> Gradient:
 
     def descend(step: Array, v: Float[Array, " n"]) -> Float[Array, " n"]:
         i = step % len(rows)
-        slope = gram[i] @ v + products[i]
+        slope = exact_matmul(gram[i], v) + products[i]
         minimum = v[i] - slope / jnp.where(curvature[i] > 0, curvature[i], 1.0)
         return v.at[i].set(jnp.maximum(minimum, margin))
 
