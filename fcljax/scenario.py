@@ -57,7 +57,7 @@ class Scenario(NamedTuple):
     tasks: tuple[Task, ...]
     """Of the run; where clients have their own tasks, with the classes of all clients."""
     partitions: list[list[ClientPartition]]
-    """[task][round]."""
+    """Indexed by `[task][round]`."""
     holdings: Int[np.ndarray, "K C"]
     """Training examples per client and class, over all rounds if they are redrawn."""
     test_task: Int[np.ndarray, " M"] | None = None

@@ -174,9 +174,10 @@ def test_no_docstring_has_brackets_that_the_site_reads_as_a_link():
 
 
 def docstrings(file):
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
-    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
-    return [text for node in nodes if (text := ast.get_docstring(node))]
+    """Texts of modules, classes, functions, and of fields, which stand below them."""
+    statements = (node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Expr))
+    texts = (value.value for value in statements if isinstance(value, ast.Constant))
+    return [inspect.cleandoc(text) for text in texts if isinstance(text, str)]
 
 
 def fields_on_the_page(heading):
