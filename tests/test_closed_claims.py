@@ -148,6 +148,20 @@ def test_a_ridge_grows_until_the_matrix_is_positive_definite():
     assert np.all(np.isnan(ridge.solve_definite(jnp.full((3, 3), jnp.nan), products, 1e-3)))
 
 
+@pytest.mark.parametrize("examples", [1, 2, 9])
+def test_few_examples_are_possible_where_the_matrix_is_sketched(examples):
+    """A sketch of few examples has small entries, beside which its rounding is large."""
+    width = claims.EXACT + 200
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        h = jnp.asarray(10 * np.maximum(rng.normal(size=(examples, width)), 0), jnp.float32)
+        y = jax.nn.one_hot(rng.integers(0, 3, examples), 5)
+        gram, products = h.T @ h, h.T @ y
+        norm = jax.jit(claims.norm_by_gram)
+        assert 0.9 * examples <= norm(gram, products) <= examples * (1 + claims.SUMS)
+        assert jnp.isnan(norm(jnp.triu(gram), products)) and jnp.isnan(norm(-gram, products))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("examples", [3, 300, 3000])
 def test_rounding_makes_no_honest_sum_impossible(examples):

@@ -102,12 +102,12 @@ def norm_by_gram(gram: Float[Array, "M M"], x: Float[Array, "M n"]) -> Float[Arr
     A matrix wider than `EXACT` is judged by its `sketch`: its factor would cost more than a
     client's round.
     """
-    if len(gram) > EXACT:
-        gram, x = sketch(gram, x)
-    slack = jnp.maximum(ROUNDING * jnp.trace(gram), jnp.finfo(jnp.float32).tiny)
     # |G_ij| <= sqrt(G_ii G_jj) in every Gram matrix: rounding is relative to that
     root = jnp.sqrt(jnp.maximum(jnp.diagonal(gram), 0))
     symmetric = jnp.all(jnp.abs(gram - gram.T) <= 10 * ROUNDING * root[:, None] * root)
+    if len(gram) > EXACT:
+        gram, x = sketch(gram, x)
+    slack = jnp.maximum(ROUNDING * jnp.trace(gram), jnp.finfo(jnp.float32).tiny)
     # the same triangle as in `parts.ridge.solve_ridge`, which factorises the sum of these
     factor, is_lower = jax.scipy.linalg.cho_factor(gram + slack * jnp.eye(len(gram)))
     # G = R^T R: tr(X^T G^-1 X) = |R^-T X|^2
@@ -131,7 +131,9 @@ def sketch(
     seed = jax.lax.bitcast_convert_type(jnp.sum(gram), jnp.uint32)
     directions = jax.random.normal(jax.random.key(seed), (len(gram), DIRECTIONS))
     exact = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-    return exact(directions.T, exact(gram, directions)), exact(directions.T, x)
+    sketched = exact(directions.T, exact(gram, directions))
+    # symmetric but for rounding, which is large beside the small entries of few examples
+    return (sketched + sketched.T) / 2, exact(directions.T, x)
 
 
 def is_gram(gram: Float[Array, "*sums M M"]) -> Bool[Array, ""]:
