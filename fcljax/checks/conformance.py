@@ -23,6 +23,7 @@ from fcljax.checks.federation import (
     engine_of,
     equal_bits,
     farthest_leaf,
+    fill_padding,
     not_finite,
     of_client,
     padding_features,
@@ -32,7 +33,6 @@ from fcljax.checks.federation import (
     receive,
     states_after_rounds,
     tiny_federation,
-    with_padding,
 )
 from fcljax.checks.neighbours import neighbours_do_not_matter
 from fcljax.checks.participation import late_clients_keep_the_same, participation_equals_the_reference
@@ -227,7 +227,7 @@ def padding_is_inert(federation: Federation, history: list[PlayedState]) -> Stat
     """
     indices = np.concatenate([partition.indices for partition in federation.partitions])
     # an example that no client has can only be read as padding: NaN would spread at once
-    examples = with_padding(np.isin(np.arange(COUNT), indices), federation.data.input, jnp.nan)
+    examples = fill_padding(np.isin(np.arange(COUNT), indices), federation.data.input, jnp.nan)
     assert federation.data.query is not None
     # the engine writes zeros into padding itself, so other numbers and labels travel in
     # the query features, and `_with_padding` puts them into the batches

@@ -133,8 +133,8 @@ def padding_features(number: float, label: int, width: int) -> Array:
     return jnp.zeros((COUNT, width)).at[:, 0].set(number).at[:, 1].set(label)
 
 
-def with_padding(mask: Array | np.ndarray, examples: PyTree, number: Array | float) -> PyTree:
-    """Return the examples in the mask [B], and a number in all entries of the others.
+def fill_padding(mask: Array | np.ndarray, examples: PyTree, number: Array | float) -> PyTree:
+    """Replace the examples outside of the mask [B] by a number in all entries.
 
     Booleans become True, and NaN becomes 0 among integers.
     """
@@ -157,7 +157,7 @@ def _with_padding(method: Method) -> Method:
             return batch
         number, label, *_ = jnp.max(batch.query, axis=0)
         return batch._replace(
-            input=with_padding(batch.mask, batch.input, number),
+            input=fill_padding(batch.mask, batch.input, number),
             label=jnp.where(batch.mask, batch.label, label.astype(jnp.int32)),
             query=None,
         )

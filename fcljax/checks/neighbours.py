@@ -21,9 +21,9 @@ from fcljax.checks.federation import (
     Federation,
     PlayedState,
     Statement,
+    fill_padding,
     of_client,
     relative_difference,
-    with_padding,
 )
 from fcljax.data.kinds import take
 from fcljax.options import flag
@@ -74,11 +74,11 @@ def _largest_change(examples: PyTree, logits: Logits, batchwise: bool) -> float:
     beside padding only."""
     place = np.arange(BATCH)
     alone = jnp.concatenate([logits(take(examples, slice(i, i + 1)), jnp.ones(1, bool)) for i in place])
-    # padding that is not zero, in case that zeros choose what others choose; each example
-    # in turn stands before it
+    # padding that is not zero, in case that zeros choose what others choose; every example
+    # is once the first of a batch that has only padding besides
     first = jnp.asarray(place == 0)
     padded = jnp.stack(
-        [logits(with_padding(first, take(examples, np.roll(place, -i)), GARBAGE[0]), first)[0] for i in place]
+        [logits(fill_padding(first, take(examples, np.roll(place, -i)), GARBAGE[0]), first)[0] for i in place]
     )
     change = relative_difference(padded, alone)
     if batchwise:
