@@ -136,7 +136,7 @@ def padding_features(number: float, label: int, width: int) -> Array:
 def fill_padding(mask: Array | np.ndarray, examples: PyTree, number: Array | float) -> PyTree:
     """Replace the examples outside of the mask [B] by a number in all entries.
 
-    Booleans become True, and NaN becomes 0 among integers.
+    Among booleans every number but 0 is True. NaN is 0 among integers and booleans.
     """
 
     def fill(leaf: Array) -> Array:
