@@ -5,8 +5,9 @@
     python experiments/bench_peers.py --only mlp tiny
     python experiments/bench_peers.py --environments build/peers   # beside FedJAX, pfl-research and torch too
 
-Workloads: a CNN on 50 clients (28 x 28 grey images, 62 classes), an MLP on 200, 5,000 tiny clients, and FPPL
-and PILoRA on a ViT-Ti/16 at 64 px with random weights, training and evaluation. All ways of a workload do the
+Workloads: a CNN on 50 clients (28 x 28 grey images, 62 classes), an MLP on 200, 5,000 tiny clients, FPPL and
+PILoRA on a ViT-Ti/16 at 64 px with random weights, training and evaluation, and FedAvg of LoRA pairs on text
+encoders with the sizes of text_micro and of MiniLM. All ways of a workload do the
 same work in float32 and take turns; compilation is apart. One workload is otherwise: for FPPL's later
 evaluations a run of ours has kept the un-prompted features, which all others compute again. Samples are rows
 that pass through the network, FPPL's prototype pass included. Ways are compared by their CPU seconds: on a
@@ -104,11 +105,13 @@ def profile(options: argparse.Namespace) -> str:
 
 def game_of(name: str, small: bool) -> Any:
     """The federation of a workload."""
-    from peers import dense, prompted
+    from peers import dense, prompted, texts
 
     sizes = dense_sizes(small)
     if name in sizes:
         return dense.game_of(sizes[name])
+    if name in TEXTS:
+        return texts.game_of(text_work(name, small))
     return prompted.game_of(prompted_work(name, small))
 
 
@@ -209,6 +212,39 @@ def prompted_work(name: str, small: bool) -> Any:
     return Work(name, vit, (100, 70, 50, 36), 32)
 
 
+def text_workload(name: str, small: bool, environments: Path | None) -> Iterable[Any]:
+    """Training of LoRA pairs on a text encoder."""
+    from peers import contest, game, texts
+
+    from fcljax.federated.client_loop import Lanes
+
+    work = text_work(name, small)
+    federation = texts.game_of(work)
+    ways = {
+        "fcljax": lambda: game.round_of(federation, Lanes(1, "loop")),
+        "JAX, a call per step": lambda: texts.jax_steps(work, federation),
+    }
+    yield contest.Workload(title(name), sum(work.rows) * work.epochs, 0, made(ways))
+
+
+def text_work(name: str, small: bool) -> Any:
+    """The sizes of all-MiniLM-L6-v2 (blocks with their norms in front, as of text_micro), or text_micro's."""
+    import dataclasses
+
+    from peers.texts import TextWork
+
+    from fcljax.models.shapes import TextConfig
+
+    encoder = TextConfig()
+    if small:
+        blocks = dataclasses.replace(encoder.blocks, width=16, depth=2, heads=2, mlp=32)
+        return TextWork(TextConfig(30, 8, blocks), (6, 2), 4, epochs=1)
+    if name == "text":
+        return TextWork(encoder, (400, 280, 200, 144), 32)
+    blocks = dataclasses.replace(encoder.blocks, width=384, heads=12, mlp=1536)
+    return TextWork(TextConfig(30522, 64, blocks, pooling="mean"), (100, 70, 50, 36), 32)
+
+
 def made(ways: dict[str, Callable]) -> tuple:
     """Ways by name, as they are measured."""
     from peers import contest
@@ -224,15 +260,19 @@ def title(name: str) -> str:
         "tiny": "5,000 tiny clients",
         "fppl": "FPPL, ViT-Ti/16",
         "pilora": "PILoRA, ViT-Ti/16",
+        "text": "LoRA, text_micro",
+        "minilm": "LoRA, MiniLM's sizes",
     }[name]
 
 
+TEXTS = ("text", "minilm")
 WORKLOADS: dict[str, Callable[[bool, Path | None], Iterable[Any]]] = {
     "cnn": partial(dense_workload, "cnn"),
     "mlp": partial(dense_workload, "mlp"),
     "tiny": partial(dense_workload, "tiny"),
     "fppl": partial(prompted_workload, "fppl"),
     "pilora": partial(prompted_workload, "pilora"),
+    **{name: partial(text_workload, name) for name in TEXTS},
 }
 
 

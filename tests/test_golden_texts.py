@@ -77,6 +77,17 @@ def test_the_feature_is_that_of_transformers(encoder, name):
     np.testing.assert_allclose(features(loaded, shorter), EXPECTED[f"{name}/{pooling}"][1:], atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ENCODERS)
+def test_the_positions_in_files_of_old_versions_are_no_weights(encoder, name, tmp_path):
+    """transformers wrote ids of positions beside the embeddings until 4.31, as all-MiniLM-L6-v2 has them."""
+    tensors = tensors_of(name)
+    where = next(key for key in tensors if "position_embedding" in key).rpartition("position_embedding")[0]
+    old = {f"{where}position_ids": np.arange(32)[None]} | tensors
+    loaded = load_text_encoder(written(tmp_path, name, old), "float32")
+    assert loaded.config == encoder(name).config
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, encoder(name).params)
+
+
 def test_the_mean_of_sentence_transformers_and_types_of_tokens(encoder, tmp_path):
     mean = load_text_encoder(written(tmp_path / "mean", "bert", pooling=POOLING["mean"]), "float32")
     np.testing.assert_allclose(features(mean), EXPECTED["bert/mean"], atol=1e-5)

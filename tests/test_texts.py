@@ -2,13 +2,15 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fcljax import cli
+from fcljax import Model, cli
 from fcljax.data.files import texts
 from fcljax.data.files.sources import DataOptions, load_dataset
-from fcljax.data.kinds import ArrayData, TextData
+from fcljax.data.kinds import ArrayData, TextData, with_length
 from fcljax.errors import InputError
 
 WORDS = ["red car", "blue car", "old dog", "young dog"]
@@ -70,6 +72,17 @@ def test_a_tokenizer_file_makes_tokens_of_an_encoder(tmp_path, monkeypatch):
     assert data.kind == ArrayData() and (data.x_train["ids"] == 7).all()
 
 
+def test_padding_that_no_text_of_both_splits_needs_is_left_out(tmp_path, monkeypatch):
+    def tokenize(words, _file):
+        mask = np.arange(64) < np.array([[2 + word.count("o")] for word in words])
+        return {"ids": np.where(mask, 9, 0).astype(np.int32), "mask": mask}
+
+    monkeypatch.setattr(texts, "tokenize", tokenize)
+    data = load(f"{tables(tmp_path / 'own')},{tmp_path}/tokenizer.json")
+    assert data.x_train["ids"].shape == (4, 4) and data.x_test["mask"].shape == (2, 4)
+    assert data.x_train["mask"].sum(1).tolist() == [2, 2, 4, 4]
+
+
 def test_clients_of_leaf_are_a_column_and_tweets_have_their_text_in_the_fifth_field(tmp_path):
     tweet = ["1", "Mon", "NO_QUERY", "ann", "so sad today"]
     train = leaf(
@@ -115,3 +128,22 @@ def test_a_run_on_texts_of_leaf_s_clients(tmp_path):
     assert cli.main(["run", "linear", "--dataset", name, *options, "--out", str(out)]) == 0
     summary = json.loads((out / "summary.json").read_text())
     assert summary["accuracy"][-1] > 0.5
+
+
+def test_a_model_reads_texts_with_other_padding_and_refuses_longer_ones():
+    def logits(_arrays, text, _mask):
+        return jnp.stack([text["ids"].sum(1), 2 * text["mask"].sum(1)], axis=1).astype(jnp.float32)
+
+    stored = {"ids": jax.ShapeDtypeStruct((3,), jnp.int32), "mask": jax.ShapeDtypeStruct((3,), jnp.bool_)}
+    model = Model(logits, [], (2, 0, 0), np.array(["a", "b"]), None, stored)
+    ids = np.array([[1, 1, 1], [1, 9, 0]], np.int32)
+    text = {"ids": ids, "mask": ids > 0}
+    expected = model.scores(text)
+    np.testing.assert_array_equal(expected, [[3, 6], [10, 4]])
+    for length in (5, 3):
+        np.testing.assert_array_equal(model.scores(with_length(text, length)), expected)
+    short = {name: array[1:, :2] for name, array in text.items()}
+    np.testing.assert_array_equal(model.scores(short), expected[1:])
+    longer = {"ids": np.ones((1, 4), np.int32), "mask": np.ones((1, 4), bool)}
+    with pytest.raises(InputError, match=r"a text has 4 tokens, and the model reads 3; nearest: .*length=3"):
+        model.predict(longer)

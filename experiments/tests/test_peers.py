@@ -19,7 +19,7 @@ sys.path.append(str(small_runs.ROOT / "experiments"))
 
 import bench_gpu
 import bench_peers
-from peers import accelerator, contest, dense, game, kernels, outside, prompted
+from peers import accelerator, contest, dense, game, kernels, outside, prompted, texts
 
 from fcljax.federated.client_loop import Lanes
 from fcljax.models.shapes import AttentionKernel
@@ -158,6 +158,19 @@ def test_the_plain_loss_in_jax_has_our_loss_and_gradients(method):
     assert float(plain) == pytest.approx(loss, rel=1e-4)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(gradient._replace(stats=())), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-3)
+
+
+def test_the_plain_loop_on_texts_takes_the_engines_steps():
+    """One epoch of one batch for each client: their order of rows does not matter."""
+    work = bench_peers.text_work("text", small=True)._replace(batch=6, optimiser="sgd", rate=10.0)
+    federation = texts.game_of(work)
+    server = game.round_of(federation, Lanes(2, "vmap"))()
+    expected = texts.start_of(federation._replace(server=server))
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), expected, texts.start_of(federation))
+    assert min(jax.tree.leaves(moved.pairs)) > 1e-3
+    found = texts.jax_steps(work, federation)()
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4)
 
 
 def test_flops_of_the_formula_are_those_of_the_compiled_network():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -88,6 +88,24 @@ Kind = ArrayData | TextData
 def are_tokens(examples: PyTree) -> bool:
     """Check whether examples are texts as a text encoder reads them."""
     return isinstance(examples, dict) and "ids" in examples
+
+
+def longest_text(tokens: Mapping[str, np.ndarray]) -> int:
+    """Return the number of tokens of the longest text, at least 1; padding follows a text."""
+    is_read = tokens["mask"].any(axis=0)
+    return int(np.flatnonzero(is_read).max(initial=0)) + 1
+
+
+def with_length(tokens: Mapping[str, np.ndarray], length: int) -> dict[str, np.ndarray]:
+    """Return texts [N, L] with padding removed or added, so that L is `length`, which is not
+    below `longest_text`."""
+
+    def changed(name: str, array: np.ndarray) -> np.ndarray:
+        fill = PADDING if name == "ids" else 0
+        missing = max(length - array.shape[1], 0)
+        return np.pad(array[:, :length], [(0, 0), (0, missing)], constant_values=fill)
+
+    return {name: changed(name, array) for name, array in tokens.items()}
 
 
 def leaves(examples: PyTree) -> list[Any]:

@@ -29,7 +29,7 @@ from fcljax.data.files.any_arrays import check_alike, checked_examples
 from fcljax.data.files.arrays import as_array, checked_image, checked_images, sides
 from fcljax.data.files.images import fit_to
 from fcljax.data.geometry import Geometry
-from fcljax.data.kinds import take, tree_length
+from fcljax.data.kinds import are_tokens, longest_text, take, tree_length, with_length
 from fcljax.errors import InputError, reason
 from fcljax.files import atomic, machine_memory
 from fcljax.runs.build import NOTHING, Experiment, Supplied
@@ -124,6 +124,8 @@ class Model:
         if preprocess:
             raise InputError("preprocess: True is for images, and this model reads others; leave it out")
         x = checked_examples("examples", "x", examples).input
+        if are_tokens(x) and are_tokens(self.stored):
+            x = _with_length_of(self.stored, x)
         check_alike("examples", "the run", jax.tree.map(_empty, self.stored), "x", x)
         return x
 
@@ -242,6 +244,25 @@ class Model:
         except Exception as error:
             raise InputError(f"model: {str(path)!r} is not a saved model ({reason(error)})") from error
         return cls(program.call, arrays, side, labels, geometry, stored)  # pyrefly: ignore[bad-argument-type]
+
+
+def _with_length_of(stored: PyTree, x: PyTree) -> PyTree:
+    """Return texts with the padding of the run's.
+
+    Raises:
+      InputError: for a text with more tokens.
+    """
+    length = stored["ids"].shape[0]
+    # of another structure, which the caller refuses
+    if "mask" not in x or any(array.ndim != 2 for array in x.values()):
+        return x
+    longest = longest_text(x)
+    if longest > length:
+        raise InputError(
+            f"examples: a text has {longest} tokens, and the model reads {length}; nearest: "
+            f"fcljax.tokenize(texts, FILE, length={length})"
+        )
+    return with_length(x, length)
 
 
 def _empty(leaf: jax.ShapeDtypeStruct) -> np.ndarray:

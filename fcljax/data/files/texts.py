@@ -17,6 +17,7 @@ from fcljax.data.files.client_json import read_client_texts
 from fcljax.data.files.dataset import Dataset, TextExamples, Texts
 from fcljax.data.files.tables import read_texts
 from fcljax.data.files.tokenizer_files import tokenize
+from fcljax.data.kinds import longest_text, with_length
 from fcljax.errors import InputError
 from fcljax.files import in_home
 
@@ -42,10 +43,17 @@ def texts_dataset(name: str, say: Callable[[str], None]) -> Dataset:
     if note:
         say(f"{name}: {note}")
 
-    def tokens(texts: list[str]) -> Any:
-        return tokenize(texts, tokenizer) if tokenizer else texts
-
-    arrays = (tokens(train.texts), train.labels, tokens(test.texts), test.labels)
+    x: Any = train.texts
+    x_test: Any = test.texts
+    if tokenizer:
+        x = tokenize(train.texts, tokenizer)
+        x_test = tokenize(test.texts, tokenizer)
+        # an encoder's work grows with the padding
+        length = max(longest_text(x), longest_text(x_test))
+        x = with_length(x, length)
+        x_test = with_length(x_test, length)
+        say(f"{name}: the longest text has {length} tokens, special ones included")
+    arrays = (x, train.labels, x_test, test.labels)
     dataset = dataset_of_any_arrays(arrays, name, class_names).dataset
     return dataset._replace(columns=train.columns, columns_test=test.columns)
 

@@ -169,7 +169,7 @@ def _facts(network: finding.NetworkInFile, file: Checkpoint) -> TextFacts:
             "activation); put that of its repository there"
         )
     architecture = ARCHITECTURES[kind]
-    width = next(x.shape[-1] for name, x in network.tensors.items() if "embedding" in name and x.ndim == 2)
+    width = _width(network.tensors)
     if config.get(architecture.width, width) != width:
         raise InputError(
             f"checkpoint: config.json says {architecture.width} {config[architecture.width]!r}, and the file "
@@ -194,6 +194,12 @@ def _facts(network: finding.NetworkInFile, file: Checkpoint) -> TextFacts:
     pooling = _pooling(file)
     word = "the class token" if pooling == "first" else "the mean over tokens"
     return facts._replace(pooling=pooling, notes=(f"the feature of a text is {word}",))
+
+
+def _width(tensors: Tensors) -> int:
+    """Return the width of the embeddings' matrices; files of old versions also have ids of positions."""
+    matrices = (x for name, x in tensors.items() if "embedding" in name and name.endswith(".weight"))
+    return next(x.shape[-1] for x in matrices if x.ndim == 2)
 
 
 def _pooling(file: Checkpoint) -> Pooling:
