@@ -1,6 +1,7 @@
 """FedAvg of LoRA pairs on a text encoder with random weights: fcljax's engine, and a plain loop in JAX.
 
-The plain loop has the encoder of `fcljax.models.text`; its loss, steps and averages know nothing of the engine.
+The plain loop has the encoder of `fcljax.models.text`; its loss, steps and averages know nothing of the
+engine.
 """
 
 import functools
