@@ -7,12 +7,12 @@
 
 Workloads: a CNN on 50 clients (28 x 28 grey images, 62 classes), an MLP on 200, 5,000 tiny clients, FPPL and
 PILoRA on a ViT-Ti/16 at 64 px with random weights, training and evaluation, and FedAvg of LoRA pairs on text
-encoders with the sizes of text_micro and of MiniLM. All ways of a workload do the
-same work in float32 and take turns; compilation is apart. One workload is otherwise: for FPPL's later
-evaluations a run of ours has kept the un-prompted features, which all others compute again. Samples are rows
-that pass through the network, FPPL's prototype pass included. Ways are compared by their CPU seconds: on a
-busy machine the clock says nothing. In torch, FPPL and PILoRA are the papers' algorithms as their releases
-compute them, without the gradients that nobody reads, and lean (peers/torch_vit.py). torch is optional.
+encoders with the sizes of text_micro and of MiniLM. All ways of a workload do the same work in float32 and
+take turns; compilation is apart. One workload is otherwise: for FPPL's later evaluations a run of ours has
+kept the un-prompted features, which all others compute again. Samples are rows that pass through the network,
+FPPL's prototype pass included. Ways are compared by their CPU seconds: on a busy machine the clock says
+nothing. In torch, FPPL and PILoRA are the papers' algorithms as their releases compute them, without the
+gradients that nobody reads, lean, and lean with torch.compile (peers/torch_vit.py). torch is optional.
 
 FedJAX and pfl-research train the dense networks by their own federated averaging, in processes of their own
 (peers/outside.py), after a check that they do the same work. FedJAX fills a client's last batch with rows of
@@ -185,7 +185,7 @@ def prompted_workload(name: str, small: bool, environments: Path | None) -> Iter
 
         for how in torch_vit.WAYS[name]:
             rounds[f"torch, {how}"] = lambda how=how: torch_vit.ROUNDS[name](work, federation, how)
-        for how in ("released", "lean"):
+        for how in ("released", "lean", "compiled"):
             tests[f"torch, {how}"] = lambda how=how: torch_vit.PREDICTS[name](work, federation, how)
     train, test = prompted.useful_flops(work)
     yield contest.Workload(title(name), rows, train, made(rounds))

@@ -305,7 +305,8 @@ def torch_loop(sizes: Sizes) -> Iterator[Found]:
 
 
 def torch_ways(sizes: Sizes, where: str) -> Iterator[Found]:
-    """The same on any device of torch's: as released, without unused gradients, and lean in two types."""
+    """The same on any device of torch's: lean and compiled, lean in two types, without unused
+    gradients, and as released."""
     import torch
 
     from peers import torch_vit
@@ -314,7 +315,13 @@ def torch_ways(sizes: Sizes, where: str) -> Iterator[Found]:
     game = game_of(work)
     rows = rows_seen(work)
     flops = useful_flops(work)[0]
-    settings = (("lean", "bfloat16"), ("lean", "high"), ("frozen", "highest"), ("released", "highest"))
+    settings = (
+        ("compiled", "bfloat16"),
+        ("lean", "bfloat16"),
+        ("lean", "high"),
+        ("frozen", "highest"),
+        ("released", "highest"),
+    )
     for how, precision in settings:
         torch.set_float32_matmul_precision("highest" if precision == "highest" else "high")
         half = precision == "bfloat16"

@@ -1,6 +1,6 @@
 """The papers' client algorithms as plain loops in torch, on a ViT that takes fcljax's weights.
 
-Written from what the specifications say of the authors' releases. Each algorithm runs in up to three ways:
+Written from what the specifications say of the authors' releases. Each algorithm runs in up to four ways:
 
   released  FPPL: prompts are tokens of whole blocks, whose outputs are dropped; the backbone is not frozen,
             so the gradients of all its weights are computed, and nobody reads them; the contrastive loss
@@ -40,8 +40,13 @@ from peers.prompted import (
     test_split,
 )
 
-How = Literal["released", "frozen", "lean"]
+How = Literal["released", "frozen", "lean", "compiled"]
 TASK = 1
+
+
+def is_lean(how: How) -> bool:
+    """Does nothing that nobody reads?"""
+    return how in ("lean", "compiled")
 
 
 def tensor(x: Any) -> Tensor:
@@ -100,7 +105,7 @@ class ViT(nn.Module):
     def __init__(self, vit: ViTConfig, how: How):
         super().__init__()
         self.config = vit
-        self.lean = how == "lean"
+        self.lean = is_lean(how)
         self.patch = nn.Linear(vit.patch**2 * 3, vit.width)
         self.cls = nn.Parameter(torch.zeros(vit.width))
         self.pos = nn.Parameter(torch.zeros(1 + vit.grid**2, vit.width))
@@ -236,7 +241,7 @@ def fppl_loss(net: Fppl, image: Tensor, label: Tensor, prototype: Tensor) -> Ten
     logits = net.fc(feature)
     logits[:, :TASK_CLASSES] = -torch.inf
     loss = F.cross_entropy(logits, label)
-    if net.how == "lean":
+    if is_lean(net.how):
         similarity = F.normalize(feature, dim=-1) @ F.normalize(prototype, dim=-1).T
         return loss + F.cross_entropy(similarity / TEMPERATURE, own)
     pull = 0.0
@@ -248,15 +253,15 @@ def fppl_loss(net: Fppl, image: Tensor, label: Tensor, prototype: Tensor) -> Ten
 
 def fppl_round(work: Work, game: Game, how: How, where: str = "cpu") -> Callable[[], dict[str, Tensor]]:
     """A round of all clients -> the averaged parameters."""
-    net = Fppl(work, game, how).to(where)
+    net = on_device(Fppl(work, game, how), where)
     data = data_on(game, where)
     prototype = tensor(game.server.rules[0].vector).mean(0)[TASK_CLASSES:].to(where)
-    whole = copy.deepcopy(net.state_dict()) if how != "lean" else copy.deepcopy(net.trained())
+    whole = copy.deepcopy(net.state_dict()) if not is_lean(how) else copy.deepcopy(net.trained())
 
     def play(client: int) -> dict[str, Tensor]:
         rows = torch.from_numpy(rows_of(game.partition, client)).long()
         rng = np.random.default_rng(client)
-        net.load_state_dict(whole, strict=how != "lean")
+        net.load_state_dict(whole, strict=not is_lean(how))
         optimiser = torch.optim.Adam(net.trained().values(), lr=work.rate)
         for _ in range(work.epochs):
             for some in rows[torch.from_numpy(rng.permutation(len(rows)))].split(work.batch):
@@ -281,7 +286,7 @@ def class_means(feature: Tensor, label: Tensor) -> dict[int, np.ndarray]:
 
 def fppl_predict(work: Work, game: Game, how: How, where: str = "cpu") -> Callable[[], Tensor]:
     """The classes of all test images."""
-    net = Fppl(work, game, how).to(where)
+    net = on_device(Fppl(work, game, how), where)
     images = tensor(test_split(work).input).to(where)
     found = lambda image: net.fc(net(clean(work, image))).argmax(-1)
     return lambda: predicted(work, found, images)
@@ -309,7 +314,7 @@ class Pilora(nn.Module):
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
         """Features, and their distances to all prototypes."""
         feature = self.vit(image, pair=self.pairs[TASK])
-        if self.how != "lean":
+        if not is_lean(self.how):
             self.head(feature)
         centres = torch.stack(list(self.centres), 1)
         squares = (feature**2).sum(1, keepdim=True) + (centres**2).sum(0) - 2 * feature @ centres
@@ -330,16 +335,16 @@ def pilora_loss(net: Pilora, image: Tensor, label: Tensor) -> tuple[Tensor, Tens
 
 def pilora_round(work: Work, game: Game, how: How, where: str = "cpu") -> Callable[[], dict[str, Tensor]]:
     """A round of all clients -> the averaged parameters."""
-    model = Pilora(work, game, how).to(where)
+    model = on_device(Pilora(work, game, how), where)
     data = data_on(game, where)
     start = copy.deepcopy(model.state_dict())
 
     def play(client: int) -> dict[str, Tensor]:
         rows = torch.from_numpy(rows_of(game.partition, client)).long()
         rng = np.random.default_rng(client)
-        net = copy.deepcopy(model) if how != "lean" else model
+        net = copy.deepcopy(model) if not is_lean(how) else model
         net.load_state_dict(start)
-        trained = {name: x for name, x in net.named_parameters() if how != "lean" or x.requires_grad}
+        trained = {name: x for name, x in net.named_parameters() if not is_lean(how) or x.requires_grad}
         rate = lambda name: LORA_RATE if name.startswith("pairs") else work.rate
         groups = [{"params": [x], "lr": rate(name), "weight_decay": DECAY} for name, x in trained.items()]
         optimiser = torch.optim.Adam(groups)
@@ -352,14 +357,14 @@ def pilora_round(work: Work, game: Game, how: How, where: str = "cpu") -> Callab
                 loss, feature = pilora_loss(net, augmented(work, data.input[some], rng), label)
                 loss.backward()
                 optimiser.step()
-                if how == "lean":
+                if is_lean(how):
                     total.index_add_(0, label, feature.detach())
                     continue
                 for one, mine in zip(feature, label.tolist(), strict=True):
                     seen.setdefault(mine, []).append(one.detach().cpu().numpy())
         for mine, values in seen.items():
             total[mine] = torch.from_numpy(sum(values))
-        sent = net.state_dict() if how != "lean" else {n: x for n, x in trained.items()}
+        sent = net.state_dict() if not is_lean(how) else {n: x for n, x in trained.items()}
         return copy.deepcopy({name: x.detach() for name, x in sent.items()})
 
     return lambda: averaged(work, play, where)
@@ -367,7 +372,7 @@ def pilora_round(work: Work, game: Game, how: How, where: str = "cpu") -> Callab
 
 def pilora_predict(work: Work, game: Game, how: How, where: str = "cpu") -> Callable[[], Tensor]:
     """The classes of all test images."""
-    net = Pilora(work, game, how).to(where)
+    net = on_device(Pilora(work, game, how), where)
     images = tensor(test_split(work).input).to(where)
     return lambda: predicted(work, lambda image: net(clean(work, image))[1].argmin(-1), images)
 
@@ -376,7 +381,18 @@ def pilora_predict(work: Work, game: Game, how: How, where: str = "cpu") -> Call
 
 ROUNDS: dict[str, Callable[..., Any]] = {"fppl": fppl_round, "pilora": pilora_round}
 PREDICTS: dict[str, Callable[..., Any]] = {"fppl": fppl_predict, "pilora": pilora_predict}
-WAYS: dict[str, tuple[How, ...]] = {"fppl": ("released", "frozen", "lean"), "pilora": ("released", "lean")}
+WAYS: dict[str, tuple[How, ...]] = {
+    "fppl": ("released", "frozen", "lean", "compiled"),
+    "pilora": ("released", "lean", "compiled"),
+}
+
+
+def on_device(net: Any, where: str) -> Any:
+    """A model where it trains; its network is compiled if it says so."""
+    net = net.to(where)
+    if net.how == "compiled":
+        net.vit.compile()
+    return net
 
 
 def data_on(game: Game, where: str) -> Data:

@@ -89,14 +89,14 @@ def one_batch(method):
     return work, federation, image, label, loss, gradient
 
 
-@pytest.mark.parametrize("how", ["released", "frozen", "lean"])
+@pytest.mark.parametrize("how", ["released", "frozen", "lean", "compiled"])
 def test_fppl_in_torch_has_our_loss_and_gradients(how):
     torch = pytest.importorskip("torch")
     from peers import torch_vit
 
     work, federation, image, label, loss, gradient = one_batch("fppl")
     net = torch_vit.Fppl(work, federation, how)
-    prototype = torch_vit.tensor(federation.server.steps[0].vector).mean(0)[prompted.TASK_CLASSES :]
+    prototype = torch_vit.tensor(federation.server.rules[0].vector).mean(0)[prompted.TASK_CLASSES :]
     theirs = torch_vit.fppl_loss(net, torch_vit.tensor(image), torch_vit.tensor(label).long(), prototype)
     theirs.backward()
     assert theirs.item() == pytest.approx(loss, rel=1e-4)
@@ -118,7 +118,7 @@ def test_fppl_in_torch_has_our_loss_and_gradients(how):
     assert (net.vit.patch.weight.grad is not None) == (how == "released")
 
 
-@pytest.mark.parametrize("how", ["released", "lean"])
+@pytest.mark.parametrize("how", ["released", "lean", "compiled"])
 def test_pilora_in_torch_has_our_loss_and_gradients(how):
     pytest.importorskip("torch")
     from peers import torch_vit
@@ -354,8 +354,9 @@ def test_what_a_broken_series_had_found_is_kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # read by torch.compile
 def test_the_authors_loop_runs_in_every_type():
     pytest.importorskip("torch")
     found = list(accelerator.torch_ways(accelerator.SMALL, "cpu"))
-    assert [line["torch"] for line in found] == ["released", "frozen", "lean", "lean"]
-    assert all(line["images_s"] > 0 for line in found)
+    assert [line["torch"] for line in found] == ["compiled", "lean", "lean", "frozen", "released"]
+    assert not [line["failed"] for line in found if "failed" in line]
