@@ -23,7 +23,7 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax report RUN_DIR...        write a self-contained HTML report of finished runs
   fcljax watch RUN_DIR            follow runs in the terminal, also runs on another machine
   fcljax sweep FILE.yaml          run a grid of options, variants and seeds
-  fcljax tune METHOD NAME=RANGE...  search options on held-out training images, e.g. lr=log:1e-4..1e-1
+  fcljax tune METHOD NAME=RANGE...  search options on held-out training examples, e.g. lr=log:1e-4..1e-1
   fcljax reproduce SYSTEM TABLE   run the rows of a paper's table and compare its numbers with ours
   fcljax leaderboard FILE.yaml    compare methods, each with the same search of learning rates
   fcljax data list                list data sets and whether this machine has them

@@ -609,7 +609,7 @@ def explain_scale(config: RunConfig) -> str:
     """Return the scale of a run and its reason, in a line."""
     micro = _is_micro(config.backbone, config.checkpoint)
     if config.scale == "fit":
-        reason = "learning rates searched on held-out training images"
+        reason = "learning rates searched on held-out training examples"
         if config.fidelity == "improved":
             reason += " and --fidelity improved"
         return f"scale: fit, {reason}; see also --scale paper"

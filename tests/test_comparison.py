@@ -73,7 +73,7 @@ def test_the_table_breaks_no_word_at_80_columns():
     assert "…" not in text
     seeds = [summary(seed=seed, A_avg=0.4 + seed / 9, communication_total=sent) for seed in (0, 1)]
     assert "45.56±5.56" in text_of(results_table(seeds), width=80)
-    for word in ("prompt", "fed-cprompt", "A_last", "download", "images/s", "1,234.50", "123.4"):
+    for word in ("prompt", "fed-cprompt", "A_last", "download", "examples/s", "1,234.50", "123.4"):
         assert word in text
 
 

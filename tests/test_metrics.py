@@ -180,7 +180,7 @@ def test_a_run_that_was_not_evaluated_warns_of_no_predictions():
     confusion = np.array([[3, 0, 1], [0, 4, 2]])
     assert warnings_of(Records(counts=counts), FPPL) == []
     (line,) = warnings_of(Records(counts=counts, confusion=confusion.tolist()), FPPL)
-    assert "not finite for 3 of 10 test images" in line
+    assert "not finite for 3 of 10 test examples" in line
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
     shared = [field for field in SETUP if len({run[field] for run in summaries}) == 1]
     differing = [field for field in SETUP if field not in shared]
     groups = groups_of(summaries)
-    caption = "Class-IL accuracy A and forgetting F in %; MB in all; images/s in training"
+    caption = "Class-IL accuracy A and forgetting F in %; MB in all; examples/s in training"
     if any(len(group.runs) > 1 for group in groups):
         caption += "; ± is the population standard deviation over seeds"
     if any(map(is_personal, summaries)):
@@ -119,7 +119,7 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
     title = ""
     if summaries:
         title = ", ".join(_file_name(summaries[0][field]) for field in shared)
-    numbers = ("seed", "A_avg", "A_last", f"F {forgetting}", "upload\nMB", "download\nMB", "time", "images/s")
+    numbers = ("seed", "A_avg", "A_last", f"F {forgetting}", "upload\nMB", "download\nMB", "time", "examples/s")
     table = new_table(
         "method", *differing, *numbers, title=title, caption=caption, right=numbers, narrow=True
     )
@@ -306,8 +306,8 @@ def _distinct_names(labels: list[str], grouped: list[list[Summary]]) -> list[str
 
 
 def _file_name(value: object) -> str:
-    """Return a setting without the folders of a path."""
-    return str(value).rsplit("/", 1)[-1]
+    """Return a setting without the folders of a path, or of several behind commas."""
+    return ",".join(part.rsplit("/", 1)[-1] for part in str(value).split(","))
 
 
 def _numbers(runs: list[Summary], forgetting: str) -> list[str]:

@@ -258,7 +258,7 @@ def _results(groups: list[Group], runs: dict[str, Summary]) -> Section:
     text = [
         "A_t is the mean Class-IL accuracy over the tasks learned so far: all their classes compete. A_avg "
         "is the mean of A_t over t, and A_last its value after the last task. In Task-IL only the classes of "
-        "the image's own task compete. Upload and download: all clients, all rounds.",
+        "an example's own task compete. Upload and download: all clients, all rounds.",
     ]
     if any(map(is_personal, runs.values())):
         text.append(f"Accuracy is of the global model, or {PERSONAL_MODELS}.")
@@ -298,7 +298,7 @@ def _forgetting(groups: list[Group]) -> Section:
         "mean over all tasks but the last; negative where old tasks have improved. released: the best of all "
         "times minus the end, over all tasks. diagonal: accuracy just after a task was learned minus the "
         "end. In points.",
-        "In a matrix, a row stands for the time after a task, a column for the test images of a task. "
+        "In a matrix, a row stands for the time after a task, a column for the test examples of a task. "
         "Accuracies are in %, means over seeds.",
     ]
     if len(groups) > MAX_MATRICES:
@@ -356,7 +356,7 @@ def of_clients(run: Summary) -> list[Number | None]:
 
 
 def _classes(runs: dict[str, Summary]) -> Section:
-    text = "Accuracy on the test images of each class after the last task."
+    text = "Accuracy on the test examples of each class after the last task."
     accuracies = {
         name: dict(zip(_class_names(run), run["class_accuracy"], strict=True))
         for name, run in runs.items()

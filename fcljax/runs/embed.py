@@ -72,9 +72,9 @@ def embed(
     start = time.perf_counter()
     labels = (dataset.y_train.astype(np.int64), dataset.y_test.astype(np.int64))
     with progress_bar("{task.description}", console=console) as bar:
-        shown = bar.add_task("images", total=sum(map(len, labels)))
+        shown = bar.add_task("examples", total=sum(map(len, labels)))
         compute = frozen_features(
-            inputs, cfg.eval_batch_size, lambda images: bar.update(shown, advance=images), mesh
+            inputs, cfg.eval_batch_size, lambda count: bar.update(shown, advance=count), mesh
         )
         splits = make_splits(dataset, labels, cfg.data_budget, cfg.eval_batch_size)
         frozen = Frozen(inputs.backbone.params)
@@ -99,9 +99,9 @@ def embed(
     return {
         "backbone": network_name(inputs.backbone.config),
         "features": list(arrays["features"].shape),
-        "training images": len(labels[0]),
-        "test images": len(labels[1]),
-        "images/s": round(sum(map(len, labels)) / seconds, 1),
+        "training examples": len(labels[0]),
+        "test examples": len(labels[1]),
+        "examples/s": round(sum(map(len, labels)) / seconds, 1),
         "nearest class mean, test accuracy": round(accuracy, 4),
         "written to": str(out),
     }

@@ -738,7 +738,7 @@ def _images_of(exp: Experiment, design: Design, trials: Sequence[Tried]) -> str:
     whose = f"{_first(design)}'"
     if design.tasks <= 1:
         whose += "s"
-    return f"{100 * share:.0f} % of the {whose} training images"
+    return f"{100 * share:.0f} % of the {whose} training examples"
 
 
 def _first(design: Design) -> str:
@@ -753,6 +753,6 @@ def _estimate(exp: Experiment, design: Design, total: int) -> str:
     steps = config.steps_of_task(exp.settings, examples_of_task(exp.scenario))
     return (
         f"learning rates: a client takes about {steps:.0f} steps a task; searching {len(design.candidates)} "
-        f"candidates on held-out images of the {_first(design)}, {design.steps} training steps where the run "
+        f"candidates on held-out examples of the {_first(design)}, {design.steps} training steps where the run "
         f"has {total} ({100 * design.steps / total:.0f} %)"
     )

@@ -336,7 +336,7 @@ def _write_results(request: StudyRequest, trials: Sequence[Trial], out: Path) ->
     # runs with the best values train on all images, so best.yaml has no holdout
     settings = {name: value for name, value in request.given.items() if name != "holdout"}
     text = config.to_yaml(config.from_mapping(request.method, settings | best.values, "options"))
-    accuracy = f"{request.metric} {100 * (best.value or 0):.2f} % on held-out training images"
+    accuracy = f"{request.metric} {100 * (best.value or 0):.2f} % on held-out training examples"
     share = request.settings({}).holdout
     head = f"# trial {best.number} of {len(trials)}, one seed: {accuracy} (holdout {share})\n"
     write_text(out / BEST, head + text)
@@ -348,7 +348,7 @@ def table_of(trials: Sequence[Trial], request: StudyRequest) -> Table:
     counts = f"{states.count('pruned')} pruned, {states.count('failed')} failed"
     title = f"{len(trials)} trials, {counts}"
     names = ("trial", f"{request.metric} (%)", *request.ranges)
-    caption = f"{request.metric} on held-out training images"
+    caption = f"{request.metric} on held-out training examples"
     table = new_table(*names, title=title, caption=caption, right=names)
     complete = [trial for trial in trials if trial.state == "complete"]
     for trial in sorted(complete, key=lambda trial: -(trial.value or 0.0))[:MAX_ROWS]:
