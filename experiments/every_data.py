@@ -24,6 +24,10 @@ from fcljax.methods import METHODS
 
 KINDS = ("text", "series", "table", "image")
 SHORT: dict[str, Any] = {"clients": 2, "rounds": 1, "epochs": 1, "tasks": 2, "progress": False}
+# the one client has all data
+ONE_CLIENT = ("centralised", "sequential", "centralized-prompt")
+# they read names of classes, which arrays in memory do not have
+NAMED = ("zero-shot", "promptfl", "fedtpg")
 CLASSES = 4
 EXAMPLES = 40  # of training, of a class
 
@@ -54,6 +58,11 @@ def data_of(kind: str) -> tuple[Any, dict[str, Any]]:
 def outcome(method: str, kind: str) -> str:
     """Return "runs", the line of a refusal, or "broken: " and the last line of a traceback."""
     data, options = data_of(kind)
+    if method in ONE_CLIENT:
+        options = options | {"clients": 1}
+    if method in NAMED and kind == "image":
+        data = "digits"
+        options = options | {"class_prompts": "the digit {}"}
     try:
         result = fcljax.run(method, data, **SHORT | options)
     except InputError as error:
