@@ -119,7 +119,8 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
     title = ""
     if summaries:
         title = ", ".join(_file_name(summaries[0][field]) for field in shared)
-    numbers = ("seed", "A_avg", "A_last", f"F {forgetting}", "upload\nMB", "download\nMB", "time", "examples/s")
+    accuracies = ("A_avg", "A_last", f"F {forgetting}")
+    numbers = ("seed", *accuracies, "upload\nMB", "download\nMB", "time", "examples/s")
     table = new_table(
         "method", *differing, *numbers, title=title, caption=caption, right=numbers, narrow=True
     )

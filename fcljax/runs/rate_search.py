@@ -753,6 +753,6 @@ def _estimate(exp: Experiment, design: Design, total: int) -> str:
     steps = config.steps_of_task(exp.settings, examples_of_task(exp.scenario))
     return (
         f"learning rates: a client takes about {steps:.0f} steps a task; searching {len(design.candidates)} "
-        f"candidates on held-out examples of the {_first(design)}, {design.steps} training steps where the run "
-        f"has {total} ({100 * design.steps / total:.0f} %)"
+        f"candidates on held-out examples of the {_first(design)}, {design.steps} training steps where the "
+        f"run has {total} ({100 * design.steps / total:.0f} %)"
     )

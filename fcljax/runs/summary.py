@@ -443,8 +443,8 @@ def warnings_of(records: Records, settings: RunConfig) -> list[str]:
     lost = metrics.unpredicted(confusion) if records.confusion else 0
     if lost:
         lines.append(
-            f"warning: the last model's outputs are not finite for {lost} of {confusion.sum()} test examples, "
-            f"which count as wrong"
+            f"warning: the last model's outputs are not finite for {lost} of {confusion.sum()} test "
+            "examples, which count as wrong"
         )
     lines += [*_idle_terms(records), *_not_arrived(records, settings), *_far_prototypes(records)]
     return lines + _short_schedule(records, settings)
