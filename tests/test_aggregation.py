@@ -146,6 +146,7 @@ def test_robust_rules_resist_one_huge_outlier_and_the_mean_does_not(rule):
     assert worst(RULES["mean"](poisoned, jnp.ones(10), jnp.ones(10, bool))) > 1e28
 
 
+@pytest.mark.long
 @settings(max_examples=15)
 @given(
     order=st.permutations(range(K)),

@@ -101,6 +101,7 @@ def misfit_of(prompt, batch, found):
     return apart.sum(1)[keep].mean() / 2
 
 
+@pytest.mark.long
 def test_compensation_prompts_move_features_to_their_class_once_in_a_task_and_stay():
     method = made()
     server = begun(method)

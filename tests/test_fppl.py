@@ -528,6 +528,7 @@ def test_local_prototypes_are_plain_means_of_features_under_the_trained_prompts(
     np.testing.assert_allclose(own.vector[1], images.mean(0) + shift, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_padding_rows_change_no_upload():
     method, server = make()
     one, other = (

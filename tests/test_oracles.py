@@ -92,6 +92,7 @@ def posterior_of(body, head):
     return Params(Posterior(mean, rho), Posterior(head_mean, head_rho))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("before", [True, False])
 def test_vfcls_priors_and_their_gradients(before):
     """With a task before the prior is a mixture; without, it is the global posterior alone."""

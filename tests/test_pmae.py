@@ -471,6 +471,7 @@ def test_the_server_s_step_is_a_plain_step_of_adam_on_the_restored_images():
     assert float(metrics["loss"].total / metrics["loss"].weight) == pytest.approx(float(loss), rel=1e-4)
 
 
+@pytest.mark.long
 def test_every_image_is_restored_with_the_prompt_of_its_own_task():
     server, now = history()[3][0], round_context_of(TASKS[1], 1, True)
     pool, kept = server.rules[0], method_of("pmae", **VALUES).server_replay.buffer(now, server)

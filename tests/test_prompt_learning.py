@@ -127,6 +127,7 @@ def test_logits_are_cosines_of_images_and_prompts_and_classes_not_seen_never_win
         assert np.all(np.asarray(found)[:, ~seen] < -1e38)
 
 
+@pytest.mark.long
 def test_training_lowers_the_loss_on_the_task(played):
     """The loss of the first task's clients, before and after its rounds."""
     name, _, history = played
