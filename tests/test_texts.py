@@ -147,3 +147,13 @@ def test_a_model_reads_texts_with_other_padding_and_refuses_longer_ones():
     longer = {"ids": np.ones((1, 4), np.int32), "mask": np.ones((1, 4), bool)}
     with pytest.raises(InputError, match=r"a text has 4 tokens, and the model reads 3; nearest: .*length=3"):
         model.predict(longer)
+
+
+def test_a_pytree_with_ids_of_the_users_own_is_left_as_it_is():
+    def logits(_arrays, tree, _mask):
+        return jnp.stack([tree["ids"].sum(1), tree["mask"].sum(1)], axis=1).astype(jnp.float32)
+
+    stored = {"ids": jax.ShapeDtypeStruct((2,), jnp.int32), "mask": jax.ShapeDtypeStruct((3,), jnp.bool_)}
+    model = Model(logits, [], (1, 0, 0), np.array(["a", "b"]), None, stored)
+    tree = {"ids": np.array([[4, 5]], np.int32), "mask": np.ones((1, 3), bool)}
+    np.testing.assert_array_equal(model.scores(tree), [[9, 3]])

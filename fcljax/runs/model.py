@@ -253,8 +253,8 @@ def _with_length_of(stored: PyTree, x: PyTree) -> PyTree:
       InputError: for a text with more tokens.
     """
     length = stored["ids"].shape[0]
-    # of another structure, which the caller refuses
-    if "mask" not in x or any(array.ndim != 2 for array in x.values()):
+    # arrays of other shapes beside ids are a pytree of the user's, in which nothing is padding
+    if "mask" not in x or {array.shape for array in x.values()} != {x["mask"].shape} or x["ids"].ndim != 2:
         return x
     longest = longest_text(x)
     if longest > length:
