@@ -15,11 +15,12 @@ import optax
 from jaxtyping import Array, PyTree
 
 from fcljax import config
+from fcljax.adapters.lora import lora_injection, pair_of
 from fcljax.adapters.prompts import Gate, fuse, gate_weights, prompt_injection
 from fcljax.data.augment import Preprocess, clean_view, input_pipeline, train_view
 from fcljax.data.store import Split
 from fcljax.methods.pilora import orthogonality
-from fcljax.models.vit import Injection, Lora, ViTConfig, apply_vit, init_vit, vit_network
+from fcljax.models.vit import Lora, ViTConfig, apply_vit, init_vit, vit_network
 from fcljax.parts.reports import Prototypes
 from fcljax.runs.build import make_method
 from fcljax.runs.inputs import inputs_of, read_clean
@@ -198,7 +199,7 @@ def start_of(work: Work, game: Game) -> tuple[Prompted | Paired, Fixed]:
         head = params.classifier
         pool = game.server.rules[0].vector.mean(0)[TASK_CLASSES:]
         return Prompted(adapter.prompt[task], adapter.gate, *head), Fixed(adapter.prompt, pool)
-    pair = jax.tree.map(lambda leaf: leaf[task], params.adapter)
+    pair = pair_of(params.adapter, task)
     return Paired(pair, params.classifier[TASK_CLASSES:]), Fixed(params.adapter, params.classifier)
 
 
@@ -227,8 +228,7 @@ def fppl_loss(work: Work, part, frozen, fixed: Fixed, image: Array, label: Array
 def pilora_feature(work: Work, frozen: PyTree, part: Paired, fixed: Fixed, image: Array) -> Array:
     """The class token under the task's own pair."""
     del fixed
-    pairs = {i: jax.tree.map(lambda x, i=i: x[i], part.pair) for i in range(part.pair.a_q.shape[0])}
-    return apply_vit(work.vit, frozen, image, Injection(lora=pairs)).cls
+    return apply_vit(work.vit, frozen, image, lora_injection(part.pair)).cls
 
 
 def pilora_loss(work: Work, part: Paired, frozen, fixed: Fixed, image: Array, label: Array, mask: Array):

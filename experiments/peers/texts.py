@@ -15,11 +15,12 @@ import optax
 from jaxtyping import Array, PyTree
 
 from fcljax import config
+from fcljax.adapters.lora import lora_injection, pair_of
 from fcljax.data.kinds import TextData
 from fcljax.data.store import Split
 from fcljax.models.shapes import TextConfig
 from fcljax.models.text import apply_text, init_text, text_network
-from fcljax.models.vit import Injection, Lora
+from fcljax.models.vit import Lora
 from fcljax.runs.build import make_method
 from fcljax.runs.inputs import inputs_of
 from fcljax.types import Frozen, RoundContext, Sizes
@@ -93,15 +94,12 @@ def game_of(work: TextWork) -> Game:
 def start_of(game: Game) -> Trained:
     """Copy what the round starts from."""
     params = game.server.params
-    pairs = jax.tree.map(lambda leaf: leaf[0], params.adapter)
-    return jax.tree.map(jnp.copy, Trained(pairs, *params.classifier))
+    return jax.tree.map(jnp.copy, Trained(pair_of(params.adapter, 0), *params.classifier))
 
 
 def loss_of(work: TextWork, part: Trained, frozen: PyTree, text: PyTree, label: Array, mask: Array) -> Array:
     """Cross-entropy over the classes of the task."""
-    blocks = range(part.pairs.a_q.shape[0])
-    pairs = {block: jax.tree.map(lambda leaf, block=block: leaf[block], part.pairs) for block in blocks}
-    feature = apply_text(work.encoder, frozen, text, Injection(lora=pairs)).cls
+    feature = apply_text(work.encoder, frozen, text, lora_injection(part.pairs)).cls
     logits = (feature @ part.kernel + part.bias)[:, TASK_CLASSES:]
     cross = optax.softmax_cross_entropy_with_integer_labels(logits, label - TASK_CLASSES)
     return jnp.sum(cross * mask) / jnp.sum(mask)
