@@ -4,11 +4,12 @@
     python experiments/bench_gpu.py --small --minutes 3  # tiny sizes, on any machine: does it work?
     python experiments/bench_gpu.py --only ceilings "bfloat16 vmap"
 
-Each series is a process of its own that is stopped when its share of the time is over: the ceilings of matrix
-products and copies; attention; the kernels of a round; what compilation waits for; FPPL's rounds in bfloat16
-and float32 with 1 to 16 lanes; evaluation; training of the whole network by number format; the authors'
-algorithm as a plain loop in torch, if torch sees a GPU; images that stay on the host. Most of the time is
-compilation: not all of it fits, and two runs with --only have the time of two.
+Each series is a process of its own that is stopped when its share of the time is over: the ceilings of
+matrix products and copies; attention; the kernels of a round; what compilation waits for; FPPL's rounds in
+bfloat16 and float32 with 1 to 16 lanes; evaluation; training of the whole network by number format;
+pfl-research's benchmark on CIFAR-10; the authors' algorithm as a plain loop in torch, if torch sees a GPU;
+images that stay on the host. Most of the time is compilation: not all of it fits, and two runs with --only
+have the time of two.
 
 Every line of JSON is printed (and with --out written) when it is found, so that a run that is cut off has
 what it found; tables in Markdown come at the end, and which lanes and mode would be the default.
@@ -41,6 +42,7 @@ SHARES = {
     "evaluation": 0.2,
     "torch": 0.25,
     "whole network": 0.15,
+    "pfl-cifar10": 0.15,
     "float32 vmap": 0.35,
     "streaming": 0.25,
     "bfloat16 loop": 0.35,
@@ -50,6 +52,7 @@ OTHERS = (
     "evaluation",
     "torch",
     "whole network",
+    "pfl-cifar10",
     "streaming",
 )  # what is measured besides training
 CLOSE = 0.97  # of the best rate: fewer lanes that reach it are the better default
@@ -178,6 +181,8 @@ def other_row(line: Found, ceiling: dict[str, Found]) -> str:
     details = [kind, line[kind], line.get("type", "")]
     if line.get("apart"):
         details.append(f"{line['apart']:.1e} from XLA's")
+    if "whole_s" in line:
+        details.append(f"1,500 rounds in {line['whole_s'] / 60:.3g} min")
     if "forward_images_s" in line:
         details.append(f"forwards alone {line['forward_images_s']:,.0f} images/s")
     what = ", ".join(filter(None, details))

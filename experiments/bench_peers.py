@@ -5,11 +5,12 @@
     python experiments/bench_peers.py --only mlp tiny
     python experiments/bench_peers.py --environments build/peers   # beside FedJAX, pfl-research and torch too
 
-Workloads: a CNN on 50 clients (28 x 28 grey images, 62 classes), an MLP on 200, 5,000 tiny clients, FPPL and
-PILoRA on a ViT-Ti/16 at 64 px with random weights, training and evaluation, and FedAvg of LoRA pairs on text
-encoders with the sizes of text_micro and of MiniLM. All ways of a workload do the same work in float32 and
-take turns; compilation is apart. One workload is otherwise: for FPPL's later evaluations a run of ours has
-kept the un-prompted features, which all others compute again. Samples are rows that pass through the network,
+Workloads: a CNN on 50 clients (28 x 28 grey images, 62 classes), an MLP on 200, 5,000 tiny clients, a round
+of pfl-research's benchmark on CIFAR-10 (its network without dropout, on random images), FPPL and PILoRA on
+a ViT-Ti/16 at 64 px with random weights, training and evaluation, and FedAvg of LoRA pairs on text encoders
+with the sizes of text_micro and of MiniLM. All ways of a workload do the same work in float32 and take
+turns; compilation is apart. One workload is otherwise: for FPPL's later evaluations a run of ours has kept
+the un-prompted features, which all others compute again. Samples are rows that pass through the network,
 FPPL's prototype pass included. Ways are compared by their CPU seconds: on a busy machine the clock says
 nothing. In torch, FPPL and PILoRA are the papers' algorithms as their releases compute them, without the
 gradients that nobody reads, lean, and lean with torch.compile (peers/torch_vit.py). torch is optional.
@@ -127,13 +128,13 @@ def dense_workload(name: str, small: bool, environments: Path | None) -> Iterabl
     work = dense_sizes(small)[name]
     federation = dense.game_of(work)
     lanes = {"fcljax": Lanes(1, "loop")}
-    if not work.convs:  # side by side, every client's convolution would have kernels of its own
+    if len(work.image) == 1:  # side by side, every client's convolution would have kernels of its own
         lanes["fcljax, 8 lanes side by side"] = Lanes(8, "vmap")
     ways: dict[str, Callable[[], Any]] = {
         n: lambda each=each: game.round_of(federation, each) for n, each in lanes.items()
     }
     ways["JAX, a call per step"] = lambda: dense.jax_steps(work, federation)
-    if not work.convs:  # in a loop of XLA's, the gradient of jax's own convolution is 40 times slower
+    if len(work.image) == 1:  # in a loop of XLA's, the gradient of jax's own convolution is 40 times slower
         ways["JAX, a call per client"] = lambda: dense.jax_clients(work, federation)
     if contest.has_torch():
         ways["torch"] = lambda: dense.torch_steps(work, federation)
@@ -148,18 +149,20 @@ def dense_workload(name: str, small: bool, environments: Path | None) -> Iterabl
 
 def dense_sizes(small: bool) -> dict[str, Any]:
     """The CNN has the convolutions of the usual one for EMNIST; tiny clients have 1 to 4 steps each."""
-    from peers.dense import Dense, skewed
+    from peers.dense import PFL_CIFAR10, Dense, skewed
 
     if small:
         return {
             "cnn": Dense((8, 8, 1), (4, 4), (8,), 10, skewed(3, 6, 2), 4),
             "mlp": Dense((16,), (), (8,), 10, skewed(5, 6, 2), 4),
             "tiny": Dense((8,), (), (4,), 4, skewed(20, 3, 1), 4),
+            "cifar10": Dense((8, 8, 3), (), (8,), 10, (6,) * 3, 3, rate=0.1, valid=(4, 4)),
         }
     return {
         "cnn": Dense((28, 28, 1), (32, 64), (128,), 62, skewed(50, 40, 5), 20),
         "mlp": Dense((784,), (), (200, 200), 62, skewed(200, 100, 10), 20),
         "tiny": Dense((64,), (), (32,), 10, skewed(5000, 12, 3), 10),
+        "cifar10": PFL_CIFAR10,
     }
 
 
@@ -258,6 +261,7 @@ def title(name: str) -> str:
         "cnn": "CNN, 50 clients",
         "mlp": "MLP, 200 clients",
         "tiny": "5,000 tiny clients",
+        "cifar10": "pfl-research's CIFAR-10",
         "fppl": "FPPL, ViT-Ti/16",
         "pilora": "PILoRA, ViT-Ti/16",
         "text": "LoRA, text_micro",
@@ -270,6 +274,7 @@ WORKLOADS: dict[str, Callable[[bool, Path | None], Iterable[Any]]] = {
     "cnn": partial(dense_workload, "cnn"),
     "mlp": partial(dense_workload, "mlp"),
     "tiny": partial(dense_workload, "tiny"),
+    "cifar10": partial(dense_workload, "cifar10"),
     "fppl": partial(prompted_workload, "fppl"),
     "pilora": partial(prompted_workload, "pilora"),
     **{name: partial(text_workload, name) for name in TEXTS},

@@ -29,6 +29,8 @@ from fcljax.runs.build import build
 from fcljax.runs.machine import Machine, kernel_on
 from fcljax.runs.programs import programs_of
 from peers.contest import has_torch
+from peers.dense import PFL_CIFAR10, PFL_CIFAR10_EVERY, PFL_CIFAR10_ROUNDS, dense_logits, weights_of
+from peers.dense import game_of as dense_game
 from peers.game import Game, round_of
 from peers.machine import best, device, peak, processor, profiled, seconds
 from peers.prompted import Work, game_of, predict_of, rows_seen, useful_flops
@@ -363,6 +365,27 @@ def _step_rate(vit: ViTConfig, sizes: Sizes) -> Found:
     return spent.rates(sizes.batch) | {"tflops": flops / spent.median / 1e12}
 
 
+def pfl_cifar10(sizes: Sizes) -> Iterator[Found]:
+    """pfl-research's benchmark on CIFAR-10, on random images: rounds by lanes, and seconds of its 1,500
+    rounds with an evaluation of 10,000 images after every tenth."""
+    work, test = (PFL_CIFAR10, 10_000) if sizes == FULL else (PFL_CIFAR10._replace(rows=(20, 20)), 20)
+    federation = dense_game(work)
+    weights = weights_of(federation)
+    image = jax.random.normal(jax.random.key(1), (test, *work.image))
+    predict = jax.jit(dense_logits)
+    evaluation = timed(lambda: jax.block_until_ready(predict(weights, image)), sizes.repeats).median
+    evaluations = PFL_CIFAR10_ROUNDS // PFL_CIFAR10_EVERY
+    for lanes in sorted({1, min(10, len(work.rows)), len(work.rows)}):
+
+        def measure(lanes: int = lanes) -> Found:
+            spent = timed(round_of(federation, Lanes(lanes, "vmap")), sizes.repeats)
+            whole = PFL_CIFAR10_ROUNDS * spent.median + evaluations * evaluation
+            return spent.rates(sum(work.rows)) | {"round_s": spent.median, "whole_s": whole}
+
+        yield {"pfl-cifar10": f"{lanes} lanes"} | tried(measure)
+        jax.clear_caches()
+
+
 SERIES: dict[str, Callable[[Sizes], Iterator[Found]]] = {
     "ceilings": ceilings,
     "bfloat16 vmap": functools.partial(training, dtype="bfloat16", mode="vmap"),
@@ -372,6 +395,7 @@ SERIES: dict[str, Callable[[Sizes], Iterator[Found]]] = {
     "evaluation": evaluation,
     "torch": torch_loop,
     "whole network": whole_network,
+    "pfl-cifar10": pfl_cifar10,
     "float32 vmap": functools.partial(training, dtype="float32", mode="vmap"),
     "streaming": streaming,
     "bfloat16 loop": functools.partial(training, dtype="bfloat16", mode="loop"),

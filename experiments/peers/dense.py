@@ -31,21 +31,30 @@ from peers.networks import (
     torch_logits,
 )
 
-SAME = Window((1, 1), ((1, 1), (1, 1)))
+# apple/pfl-research, benchmarks/image_classification/configs/baseline.yaml: 50 of its users in a round,
+# each with 50 images, an epoch of batches of 10; two convolutions, one pooling and a layer of 128. Its
+# dropout is left out.
+PFL_CIFAR10_ROUNDS = 1500
+PFL_CIFAR10_EVERY = 10  # rounds from one evaluation of 10,000 images to the next
+
 Order = Callable[[int, int, int], np.ndarray]  # (client, epoch, rows) -> a permutation of them
 
 
 class Dense(NamedTuple):
-    """A workload: 3 x 3 convolutions with max-pooling, if any, and dense layers below a linear classifier."""
+    """A workload: 3 x 3 convolutions, if any, and dense layers below a linear classifier."""
 
     image: tuple[int, ...]
-    convs: tuple[int, ...]
+    convs: tuple[int, ...]  # channels, each with padding and max-pooling
     hidden: tuple[int, ...]
     classes: int
     rows: tuple[int, ...]  # of each client
     batch: int
     epochs: int = 1
     rate: float = 0.05
+    valid: tuple[int, ...] = ()  # channels of convolutions before these, without padding, with one pooling
+
+
+PFL_CIFAR10 = Dense((32, 32, 3), (), (128,), 10, (50,) * 50, batch=10, rate=0.1, valid=(32, 64))
 
 
 def skewed(clients: int, mean: int, least: int, seed: int = 0) -> tuple[int, ...]:
@@ -60,6 +69,12 @@ def init(work: Dense) -> dict[str, Array]:
     weights = {}
     size = list(work.image)
     draw = lambda *shape: rng.normal(0, (2 / np.prod(shape[:-1])) ** 0.5, shape).astype(np.float32)
+    for i, channels in enumerate(work.valid):
+        weights[f"valid{i}"] = draw(3, 3, size[-1], channels)
+        weights[f"valid{i}_bias"] = np.zeros(channels, np.float32)
+        size = [size[0] - 2, size[1] - 2, channels]
+    if work.valid:
+        size = [size[0] // 2, size[1] // 2, size[2]]
     for i, channels in enumerate(work.convs):
         weights[f"conv{i}"] = draw(3, 3, size[-1], channels)
         weights[f"conv{i}_bias"] = np.zeros(channels, np.float32)
@@ -70,6 +85,11 @@ def init(work: Dense) -> dict[str, Array]:
         weights[f"dense{i}_bias"] = np.zeros(features, np.float32)
         width = features
     return jax.tree.map(jnp.asarray, weights)
+
+
+def convolve(x: Array, kernel: Array, padding: int) -> Array:
+    """The package's convolution, in steps of one pixel."""
+    return conv(Window((1, 1), ((padding, padding),) * 2), x, kernel)
 
 
 def halve(x: Array) -> Array:
@@ -85,7 +105,7 @@ def game_of(work: Dense) -> Game:
 
     def apply(params, image, injection, train, mask=None):
         del injection, train, mask
-        return Features(hidden(functools.partial(conv, SAME), halve, params, image), None, {}), params
+        return Features(hidden(convolve, halve, params, image), None, {}), params
 
     rows = sum(work.rows)
     rng = np.random.default_rng(1)
@@ -118,6 +138,11 @@ def weights_of(game: Game) -> dict[str, Array]:
     """All weights that the round starts from, the classifier's as `head` and `head_bias`."""
     params = game.server.params
     return params.adapter | {"head": params.classifier.kernel, "head_bias": params.classifier.bias}
+
+
+def dense_logits(weights: PyTree, image: Array) -> Array:
+    """Logits [B, classes] by the network of the engine's rounds, of weights as `weights_of` has them."""
+    return hidden(convolve, halve, weights, image) @ weights["head"] + weights["head_bias"]
 
 
 def shuffled(client: int, epoch: int, rows: int) -> np.ndarray:

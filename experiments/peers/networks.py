@@ -8,29 +8,38 @@ from typing import Any
 
 
 def layers(weights: Mapping[str, Any], kind: str) -> range:
-    """The numbers of the layers `conv0`, `conv1`, ... or `dense0`, ..."""
+    """The numbers of the layers `conv0`, `conv1`, ..., of `valid0`, ... or of `dense0`, ..."""
     return range(sum(name.removeprefix(kind).isdigit() for name in weights))
 
 
 def hidden(convolve: Callable, halve: Callable, weights: Mapping[str, Any], image: Any) -> Any:
-    """What the classifier reads, in JAX: `image` [B, H, W, C] with convolutions, else [B, D]. `halve` takes
-    the largest of 2 x 2 pixels."""
+    """What the classifier reads, in JAX: `image` [B, H, W, C] with convolutions, else [B, D].
+
+    `convolve` takes pixels, a kernel and the width of the padding; `halve` takes the largest of 2 x 2 pixels.
+    Convolutions `valid` have no padding, and one pooling after the last of them.
+    """
     import jax
 
     x = image
+    valid = layers(weights, "valid")
+    for i in valid:
+        x = jax.nn.relu(convolve(x, weights[f"valid{i}"], 0) + weights[f"valid{i}_bias"])
+    if valid:
+        x = halve(x)
     for i in layers(weights, "conv"):
-        x = halve(jax.nn.relu(convolve(x, weights[f"conv{i}"]) + weights[f"conv{i}_bias"]))
+        x = halve(jax.nn.relu(convolve(x, weights[f"conv{i}"], 1) + weights[f"conv{i}_bias"]))
     x = x.reshape(x.shape[0], -1)
     for i in layers(weights, "dense"):
         x = jax.nn.relu(x @ weights[f"dense{i}"] + weights[f"dense{i}_bias"])
     return x
 
 
-def lax_conv(x: Any, kernel: Any) -> Any:
+def lax_conv(x: Any, kernel: Any, padding: int) -> Any:
     """jax's own convolution."""
     import jax
 
-    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    around = ((padding, padding),) * 2
+    return jax.lax.conv_general_dilated(x, kernel, (1, 1), around, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 def largest_of_four(x: Any) -> Any:
@@ -56,6 +65,11 @@ def torch_logits(weights: Mapping[str, Any], image: Any) -> Any:
     from torch.nn import functional as F
 
     x = image
+    valid = layers(weights, "valid")
+    for i in valid:
+        x = F.relu(F.conv2d(x, weights[f"valid{i}"], weights[f"valid{i}_bias"]))
+    if valid:
+        x = F.max_pool2d(x, 2)
     for i in layers(weights, "conv"):
         x = F.max_pool2d(F.relu(F.conv2d(x, weights[f"conv{i}"], weights[f"conv{i}_bias"], padding=1)), 2)
     x = (x.permute(0, 2, 3, 1) if x.ndim == 4 else x).flatten(1)

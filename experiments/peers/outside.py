@@ -138,8 +138,12 @@ def same_work(folder: Path, name: str) -> None:
     Raises:
       RuntimeError: if weights differ by more than 1e-4 after a round.
     """
-    for convs in ((), (2, 3)):
-        work = Dense((4, 4, 1) if convs else (6,), convs, (5,), 3, (4, 2, 4, 1), batch=4, rate=0.3)
+    small = {"classes": 3, "rows": (4, 2, 4, 1), "batch": 4, "rate": 0.3, "hidden": (5,)}
+    for work in (
+        Dense((6,), (), **small),
+        Dense((4, 4, 1), (2, 3), **small),
+        Dense((8, 8, 1), (), valid=(2, 3), **small),
+    ):
         game = game_of(work)
         way = Outside(folder, name, work, game)
         way.play()

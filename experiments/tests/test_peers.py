@@ -29,6 +29,7 @@ pytestmark = pytest.mark.long  # the benches beside which we are measured: nothi
 
 MLP = dense.Dense((6,), (), (5,), 3, (7, 2, 4), batch=3, epochs=2, rate=0.3)
 CNN = dense.Dense((4, 4, 1), (2, 3), (5,), 3, (4, 3), batch=3, rate=0.3)
+VALID = dense.Dense((6, 6, 1), (), (5,), 3, (4, 3), batch=3, rate=0.3, valid=(2, 3))
 MICRO = ViTConfig(image_size=16, patch=8, width=16, depth=2, heads=2, mlp=32)
 
 
@@ -67,7 +68,23 @@ def test_plain_loops_in_jax_give_the_engines_model():
         assert_same(loop(MLP, federation, in_order)(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("work", [MLP, pytest.param(CNN, marks=pytest.mark.long)], ids=["mlp", "cnn"])
+def test_a_plain_loop_gives_the_engines_model_of_convolutions_without_padding():
+    expected = by_engine(VALID)
+    federation = dense.game_of(VALID)
+    assert expected["dense0"].shape == (1 * 1 * 3, 5)  # 6 pixels: 4, 2, and 1 after the pooling
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), expected, dense.weights_of(federation))
+    assert min(moved.values()) > 1e-3
+    assert_same(dense.jax_steps(VALID, federation, in_order)(), expected, atol=1e-5)
+
+
+def test_pfl_researchs_benchmark_is_measured_by_lanes():
+    """A small one, with the times that its 1,500 rounds and 150 evaluations would take."""
+    for line in accelerator.pfl_cifar10(accelerator.SMALL):
+        assert line["whole_s"] > 1500 * line["round_s"]
+        assert "1,500 rounds in" in bench_gpu.markdown([line])
+
+
+@pytest.mark.parametrize("work", [MLP, CNN, VALID], ids=["mlp", "cnn", "valid"])
 def test_the_loop_in_torch_gives_the_engines_model(work):
     pytest.importorskip("torch")
     federation = dense.game_of(work)
