@@ -5,11 +5,11 @@
     python experiments/bench_gpu.py --only ceilings "bfloat16 vmap"
 
 Each series is a process of its own that is stopped when its share of the time is over: the ceilings of
-matrix products and copies; attention; the kernels of a round; what compilation waits for; FPPL's rounds in
-bfloat16 and float32 with 1 to 16 lanes; evaluation; training of the whole network by number format;
-pfl-research's benchmark on CIFAR-10; the authors' algorithm as a plain loop in torch, if torch sees a GPU;
-images that stay on the host. Most of the time is compilation: not all of it fits, and two runs with --only
-have the time of two.
+matrix products and copies; attention; a round with cuDNN's; the kernels of a round; what compilation waits
+for; FPPL's rounds in bfloat16 and float32 with 1 to 16 lanes; evaluation; training of the whole network by
+number format; pfl-research's benchmark on CIFAR-10; the authors' algorithm as a plain loop in torch, if
+torch sees a GPU; images that stay on the host. Most of the time is compilation: not all of it fits, and two
+runs with --only have the time of two.
 
 Every line of JSON is printed (and with --out written) when it is found, so that a run that is cut off has
 what it found; tables in Markdown come at the end, and which lanes and mode would be the default.
@@ -36,6 +36,7 @@ Found = dict[str, Any]
 SHARES = {
     "ceilings": 0.1,
     "attention": 0.1,
+    "cudnn": 0.1,
     "profile": 0.2,
     "compilation": 0.25,
     "bfloat16 vmap": 0.35,
@@ -49,6 +50,7 @@ SHARES = {
 }
 OTHERS = (
     "attention",
+    "cudnn",
     "evaluation",
     "torch",
     "whole network",

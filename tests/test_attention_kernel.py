@@ -15,7 +15,7 @@ from jax.experimental import pallas
 from fcljax.checks.chips import product_flops, traced_for
 from fcljax.mesh import WHOLE, abstract_mesh, mesh_of, on_each
 from fcljax.models import products
-from fcljax.models.attention_kernel import MOST, QUERIES, fits
+from fcljax.models.attention_kernel import MOST, QUERIES, cudnn_attention, fits
 from fcljax.models.mae import DecoderConfig, init_decoder
 from fcljax.models.shapes import AttentionKernel, ViTConfig
 from fcljax.models.vit import vit_network
@@ -48,6 +48,28 @@ def test_the_kernel_gives_the_numbers_of_attention_and_of_its_gradient(chip, lan
         assert ours.dtype == expected.dtype == jnp.bfloat16 and ours.shape == expected.shape
         assert float(jnp.max(jnp.abs(expected))) > 0.5
         np.testing.assert_allclose(np.float32(ours), np.float32(expected), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("tokens", [(69, 77), (64, 66)], ids=["odd", "even"])
+def test_padding_for_cudnn_changes_neither_attention_nor_its_gradient(tokens):
+    """As XLA computes what cuDNN would: a padding token gets no weight, and gives no gradient."""
+    queries, keys = tokens
+    draws = zip(jax.random.split(jax.random.key(0), 4), (queries, keys, keys, queries), strict=True)
+    arrays = [jax.random.normal(key, (2, 3, n, 16)).astype(jnp.bfloat16) for key, n in draws]
+    by_xla = functools.partial(cudnn_attention, implementation="xla")
+    found = with_gradients(by_xla, *arrays)
+    for ours, expected in zip(found, with_gradients(products.attention, *arrays), strict=True):
+        assert ours.dtype == jnp.bfloat16 and ours.shape == expected.shape
+        np.testing.assert_allclose(np.float32(ours), np.float32(expected), rtol=2**-6, atol=2**-6)
+
+
+def test_cudnn_is_asked_where_it_is_chosen_and_takes_the_size_of_a_head(monkeypatch):
+    monkeypatch.setattr(products, "cudnn_attention", lambda q, k, v: q + 7)
+    q = jnp.zeros((1, 1, 16, 8), jnp.bfloat16)
+    assert products.attention(q, q, q, chip="cudnn")[0, 0, 0, 0] == 7
+    assert products.attention(q[..., :4], q[..., :4], q[..., :4], chip="cudnn")[0, 0, 0, 0] == 0
+    assert fits("cudnn", 197, 207, 64) and not fits("cudnn", 197, 207, 136)
+    assert not fits("cudnn", 1, 197, 64)
 
 
 def test_one_query_very_many_tokens_and_odd_heads_are_left_to_xla():

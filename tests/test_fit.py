@@ -1,5 +1,6 @@
 """Fewer examples at a time: the update is the same, and what is chosen fits the memory."""
 
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -228,6 +229,30 @@ def test_messages_of_too_little_memory_are_read(message, need):
     assert fit.exhausted(RuntimeError(message)) == (need if need is None else need * 2**30)
 
 
+def test_a_run_begins_while_other_programs_than_its_steps_compile(monkeypatch):
+    begun = threading.Event()
+    waited = []
+    step = jax.jit(jnp.cumsum).lower(jnp.zeros(3))
+    slow = SimpleNamespace(compile=lambda: waited.append(begun.wait(60)))
+    programs = [
+        SimpleNamespace(name="prototypes", steps=0, lower=lambda: slow),
+        SimpleNamespace(name="step", steps=4, lower=lambda: step),
+    ]
+    monkeypatch.setattr(fit, "programs_of", lambda exp: programs)
+    exp = experiment(config.resolve(config.from_mapping("fppl", {}, "test")), TINY)
+    assert fit.largest_need(exp).program == "step"
+    begun.set()
+    join_compilers()
+    assert waited == [True]
+
+
+def join_compilers():
+    """Wait for programs that compile in the background."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("ThreadPoolExecutor"):
+            thread.join()
+
+
 @pytest.mark.long
 def test_a_run_finds_the_programs_of_its_rounds_compiled():
     """Those of a round, of which none is compiled again. With the memory of one, all were compiled."""
@@ -238,6 +263,7 @@ def test_a_run_finds_the_programs_of_its_rounds_compiled():
         exp = build(cfg)
         if prepare:
             assert fit.largest_need(exp).program == "round 0 phase 0"
+            join_compilers()
         exp = with_queries(exp)
         state, records = rounds.first_state(exp, rounds.first_server(exp)), Records()
         with Clock(records.seconds) as clock:

@@ -22,8 +22,9 @@ from fcljax.checks.chips import product_flops
 from fcljax.data.streaming import Host
 from fcljax.federated.client_loop import Lanes
 from fcljax.mesh import compiler_options
+from fcljax.models.attention_kernel import cudnn_attention
 from fcljax.models.products import attention
-from fcljax.models.shapes import VITS, Dtype
+from fcljax.models.shapes import VITS, AttentionKernel, Dtype
 from fcljax.models.vit import ViTConfig, vit_network
 from fcljax.runs.build import build
 from fcljax.runs.machine import Machine, kernel_on
@@ -70,9 +71,10 @@ MICRO = ViTConfig(image_size=16, patch=8, width=16, depth=2, heads=2, mlp=32)
 SMALL = Sizes(MICRO, 2, 3, 2, 4, (1, 2), 128, 2**20, 1, 1)
 
 
-def work_of(sizes: Sizes, dtype: Dtype) -> Work:
-    """FPPL with one epoch and the prototype pass."""
-    vit = dataclasses.replace(sizes.vit, dtype=dtype, kernel=kernel_on(Machine(jax.default_backend())))
+def work_of(sizes: Sizes, dtype: Dtype, kernel: AttentionKernel | None = None) -> Work:
+    """FPPL with one epoch and the prototype pass; without a kernel's name with the one that a run has."""
+    kernel = kernel or kernel_on(Machine(jax.default_backend()))
+    vit = dataclasses.replace(sizes.vit, dtype=dtype, kernel=kernel)
     rows = (sizes.rows,) * sizes.clients
     return Work("fppl", vit, rows, sizes.batch, epochs=1, test=sizes.test, blocks=sizes.blocks)
 
@@ -110,6 +112,12 @@ def training(sizes: Sizes, dtype: Dtype, mode: Literal["vmap", "loop"]) -> Itera
         yield {"begins": label, "then": [label | {"lanes": more} for more in sizes.lanes[i + 1 :]]}
         yield label | tried(lambda lanes=lanes: rate_of(work, game, Lanes(lanes, mode), sizes.repeats))
         jax.clear_caches()
+
+
+def with_cudnn(sizes: Sizes) -> Iterator[Found]:
+    """The same round as that of `training`'s one lane, with attention by cuDNN."""
+    work = work_of(sizes, "bfloat16", AttentionKernel("cudnn"))
+    yield {"cudnn": "FPPL's round"} | tried(lambda: rate_of(work, game_of(work), Lanes(1), sizes.repeats))
 
 
 def rate_of(work: Work, game: Game, lanes: Lanes, repeats: int) -> Found:
@@ -202,7 +210,11 @@ def attentions(sizes: Sizes) -> Iterator[Found]:
     shape = batch, vit.heads, 1 + vit.grid**2, vit.width // vit.heads
     arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 4)]
     own = kernel_on(Machine(jax.default_backend())).chip
-    ways = {"in XLA": attention, "one kernel": functools.partial(attention, chip=own), "cuDNN": cudnn}
+    ways = {
+        "in XLA": attention,
+        "one kernel": functools.partial(attention, chip=own),
+        "cuDNN": cudnn_attention,
+    }
     exact = jax.jit(with_gradient(attention))(*arrays)
     for name, attend in ways.items():
 
@@ -241,12 +253,6 @@ def in_a_row(layer: Callable[..., tuple[jax.Array, ...]], arrays: Sequence[jax.A
     """So many layers, each of what the one before it left, so that calling does not count."""
     many = jax.jit(lambda *given: jax.lax.fori_loop(0, LAYERS, lambda i, each: layer(*each), given))
     return lambda: many(*arrays)
-
-
-def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """As `attention`."""
-    turned = (x.swapaxes(1, 2) for x in (q, k, v))
-    return jax.nn.dot_product_attention(*turned, implementation="cudnn").swapaxes(1, 2)
 
 
 def profile(sizes: Sizes) -> Iterator[Found]:
@@ -390,6 +396,7 @@ SERIES: dict[str, Callable[[Sizes], Iterator[Found]]] = {
     "ceilings": ceilings,
     "bfloat16 vmap": functools.partial(training, dtype="bfloat16", mode="vmap"),
     "attention": attentions,
+    "cudnn": with_cudnn,
     "profile": profile,
     "compilation": compilation,
     "evaluation": evaluation,

@@ -1,4 +1,4 @@
-"""Attention of short sequences in one kernel, for TPUs and NVIDIA's GPUs.
+"""Attention of short sequences in one kernel, for TPUs and NVIDIA's GPUs; and by cuDNN.
 
 XLA's attention writes all scores of a batch to memory in float32 and reads them again.
 For the 200 tokens of an image they are larger than everything else in a block. Kernels
@@ -11,7 +11,7 @@ keys.
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from fcljax.models.shapes import ChipKind
 # GPU's registers.
 FEWEST = 16
 MOST = {"tpu": 640, "gpu": 256}
+# channels of a head that cuDNN takes at most, and in multiples of
+CUDNN_SIZE = {"most": 128, "multiple": 8}
 QUERIES = {"forward": 64, "backward": 32}  # queries that a GPU takes at a time
 # Groups of 32 threads, which share a GPU's registers. On an H200 the forward pass takes
 # 0.17 ms with 4 of them and 0.28 ms with 8; the backward pass is faster with 8
@@ -33,6 +35,9 @@ WARPS = {"forward": 4, "backward": 8}
 
 def fits(chip: ChipKind, queries: int, keys: int, size: int) -> bool:
     """Check whether the kernel takes so many queries, keys and channels of a head."""
+    if chip == "cudnn":
+        size_fits = size <= CUDNN_SIZE["most"] and size % CUDNN_SIZE["multiple"] == 0
+        return queries >= FEWEST and size_fits
     # Triton multiplies blocks whose sides are powers of 2, and at least 16
     if chip == "gpu" and (size < FEWEST or size.bit_count() > 1):
         return False
@@ -69,6 +74,39 @@ def _backward(
 
 
 kernel_attention.defvjp(_forward, _backward)
+
+
+def cudnn_attention(
+    q: Float[Array, "batch heads queries size"],
+    k: Float[Array, "batch heads keys size"],
+    v: Float[Array, "batch heads keys size"],
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Float[Array, "batch heads queries size"]:
+    """Compute `products.attention` of bfloat16 by cuDNN, forwards and backwards.
+
+    No run chooses it until it is measured in a whole step: `experiments/bench_gpu.py`.
+
+    Args:
+      q, k, v: bfloat16.
+      implementation: "xla" computes the same on any platform, for tests.
+    """
+    queries, keys = q.shape[2], k.shape[2]
+    # cuDNN refuses an odd number of tokens where a gradient is asked for
+    padded = [_even_tokens(x) for x in (q, k, v)]
+    batch = len(q)
+    out = jax.nn.dot_product_attention(
+        *padded,
+        query_seq_lengths=jnp.full(batch, queries, jnp.int32),
+        key_value_seq_lengths=jnp.full(batch, keys, jnp.int32),
+        implementation=implementation,
+    )
+    return out[:, :queries].swapaxes(1, 2)
+
+
+def _even_tokens(x: Float[Array, "batch heads tokens size"]) -> Float[Array, "batch tokens_ heads size"]:
+    """Put the tokens before the heads, with a token of zeros after an odd number."""
+    x = x.swapaxes(1, 2)
+    return jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
 
 
 class _Layout(NamedTuple):

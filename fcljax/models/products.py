@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float
 
-from fcljax.models.attention_kernel import fits, kernel_attention
+from fcljax.models.attention_kernel import cudnn_attention, fits, kernel_attention
 from fcljax.models.shapes import ChipKind, NumberFormat
 
 # sums in float32, whatever the factors are
@@ -156,9 +156,11 @@ def attention(
     With bfloat16 and a number of tokens that `fits`, the kernel of `chip` computes it.
     """
     if q.dtype == jnp.bfloat16:
-        if fits(chip, q.shape[2], k.shape[2], q.shape[3]):
-            return kernel_attention(chip, q, k, v)
-        return _bfloat16_attention(q, k, v)
+        if not fits(chip, q.shape[2], k.shape[2], q.shape[3]):
+            return _bfloat16_attention(q, k, v)
+        if chip == "cudnn":
+            return cudnn_attention(q, k, v)
+        return kernel_attention(chip, q, k, v)
     return product("bhqk,bhkd->bhqd", _weights(q, k, number_format), v, number_format)
 
 

@@ -6,7 +6,8 @@ from typing import Literal, NamedTuple
 
 from fcljax.settings import Stem
 
-ChipKind = Literal["none", "tpu", "gpu"]
+# "cudnn" is NVIDIA's library in place of the package's kernel for GPUs
+ChipKind = Literal["none", "tpu", "gpu", "cudnn"]
 # The activation of MLPs. A checkpoint must run with its own: quick_gelu, x
 # sigmoid(1.702 x), is CLIP's, and gelu_tanh, the approximation by tanh, is
 # big_vision's.
@@ -93,7 +94,8 @@ class ViTConfig:
         where all three are bfloat16; and a float32 result takes twice the bytes. XLA
         for TPUs rounds inside a product anyway.
         """
-        return NumberFormat(self.dtype, self.dtype == "bfloat16" and self.kernel.chip == "gpu")
+        rounds_results = self.dtype == "bfloat16" and self.kernel.chip in ("gpu", "cudnn")
+        return NumberFormat(self.dtype, rounds_results)
 
     @property
     def grid(self) -> int:

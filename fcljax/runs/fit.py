@@ -114,8 +114,10 @@ def fit_memory(
 def largest_need(exp: Experiment) -> Need:
     """Return the largest need of an experiment's training steps.
 
-    All programs of a round and of an evaluation are compiled in parallel and cached: the
-    run waits for the slowest compilation, not for their sum.
+    All programs of a round and of an evaluation are compiled in parallel. It returns when
+    the training steps are compiled, with which the run begins; the others still compile
+    into the cache. A run that needs one of them earlier waits for it
+    (`compile_cache.compile_once`).
     """
     round_programs = list(programs_of(exp))
     test_bytes = 0
@@ -126,13 +128,13 @@ def largest_need(exp: Experiment) -> Need:
     # only the training steps decide: they are what lanes and microbatches make smaller
     loops = [program for program in round_programs if program.steps]
     others = [program for program in round_programs if not program.steps]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        # traced in this thread; XLA compiles without the interpreter's lock
-        needs = [pool.submit(_need, program.name, program.lower(), test_bytes) for program in loops]
-        # into the cache, for the run. Their errors are not read here: they appear when
-        # the run compiles them.
-        for program in (*others, *evaluations):
-            pool.submit(program.lower().compile)
+    pool = ThreadPoolExecutor(os.cpu_count())
+    # traced in this thread; XLA compiles without the interpreter's lock
+    needs = [pool.submit(_need, program.name, program.lower(), test_bytes) for program in loops]
+    # Their errors are not read here: they appear when the run compiles them.
+    for program in (*others, *evaluations):
+        pool.submit(program.lower().compile)
+    pool.shutdown(wait=False)
     return max((need.result() for need in needs), key=lambda need: need.total)
 
 
