@@ -117,7 +117,7 @@ def training(sizes: Sizes, dtype: Dtype, mode: Literal["vmap", "loop"]) -> Itera
 def with_cudnn(sizes: Sizes) -> Iterator[Found]:
     """The same round as that of `training`'s one lane, with attention by cuDNN."""
     work = work_of(sizes, "bfloat16", AttentionKernel("cudnn"))
-    yield {"cudnn": "FPPL's round"} | tried(lambda: rate_of(work, game_of(work), Lanes(1), sizes.repeats))
+    yield {"cudnn": "bfloat16"} | tried(lambda: rate_of(work, game_of(work), Lanes(1), sizes.repeats))
 
 
 def rate_of(work: Work, game: Game, lanes: Lanes, repeats: int) -> Found:
