@@ -16,7 +16,7 @@ from PIL import Image
 
 import fcljax
 from fcljax.data.augment import Geometry
-from fcljax.data.files import listings, names, prepared
+from fcljax.data.files import listings, names, prepared, sources
 from fcljax.data.files.sources import DATASETS, DataOptions, hold_out, load_dataset, prepare
 from fcljax.errors import InputError
 
@@ -71,6 +71,22 @@ def test_digits_are_split_by_class_once_and_for_all():
     np.testing.assert_array_equal(first.x_test, second.x_test)
     assert first.class_names == tuple("0123456789")
     assert not first.augment
+
+
+def test_digits_are_read_from_scikit_learns_file_and_are_those_of_its_loader():
+    from sklearn.datasets import load_digits
+
+    pixels, target = load_digits(return_X_y=True)
+    data = load_dataset("digits")
+    images = np.concatenate([data.x_train, data.x_test])
+    labels = np.concatenate([data.y_train, data.y_test])
+    grey = np.rint(pixels.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+    assert fingerprints(images, labels) == fingerprints(sources._enlarge(grey), target)
+
+
+def fingerprints(images, labels):
+    """Images with their labels, whatever their order."""
+    return sorted((image.tobytes(), int(label)) for image, label in zip(images, labels, strict=True))
 
 
 def test_digits_are_the_scans_enlarged_to_gray_32_pixels():
