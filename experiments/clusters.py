@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from torture_kills import numbers
 
 SWEEP = """\
-base: {tasks: 2, clients: 3, rounds: 60, epochs: 1, image_size: 8, batch_size: 16}
+base: {tasks: 2, clients: 3, rounds: 40, epochs: 1, image_size: 8, batch_size: 16}
 runs:
   - {name: a, method: linear}
   - {name: b, method: ewc, lora_blocks: 2}

@@ -49,6 +49,15 @@ def test_all_combinations_with_variants_methods_and_seeds():
     assert last.cfg == asked
 
 
+def test_an_option_at_its_default_that_one_of_the_methods_does_not_read_is_no_mistake():
+    """alpha 0.5 beside centralised training, whose single client has no partition by classes."""
+    runs = "[{name: one, method: centralised, clients: 1}, {name: many, method: linear}]"
+    planned = plan(f"{{base: {{alpha: 0.5, tasks: 2}}, runs: {runs}}}")
+    assert [run.given["alpha"] for run in planned] == [0.5, 0.5]
+    with pytest.raises(InputError, match="^file: base.alpha: alpha: only dirichlet and task_dirichlet read it"):
+        plan(f"{{base: {{alpha: 0.1, tasks: 2}}, runs: {runs}}}")
+
+
 def test_a_method_alone_is_a_run():
     (run,) = plan("method: fppl")
     assert run.name == "fppl_seed-2023" and run.given == {}

@@ -215,8 +215,8 @@ def _planned(point: Point, grid: list[str]) -> Planned:
         message = str(error).removeprefix("options: ")
         raise InputError(f"{_blamed(point, message)}: {message}") from None
     # read back from the settings: 1e-3, which is text in YAML, and 0.001 must give the
-    # same folder
-    options = {option: getattr(cfg, option) for option in options}
+    # same folder; an option at its default that this run does not read is none of them
+    options = {option: getattr(cfg, option, given) for option, given in options.items()}
     values = [(option, options[option]) for option in grid]
     return Planned(folder_name(point.method, point.variant, values, cfg.seed), options, cfg)
 
