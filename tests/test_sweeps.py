@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 from small_runs import ROOT, finished, logged
 
 from fcljax import cli
 from fcljax.runs.folder import locked
-from fcljax.studies import jobs, sweeps
+from fcljax.studies import engines, jobs, sweeps
 from fcljax.studies.engines import ClusterTask, SlurmOptions, slurm_parameters
 from fcljax.studies.grid import plan_of
 from fcljax.studies.jobs import Job, command
@@ -213,6 +215,59 @@ def test_an_engine_that_is_not_installed_names_its_extra(engine, name, here, cap
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and f"pip install -e '.[{name}]'" in err
     assert [path.name for path in here.iterdir()] == ["sweep.yaml"]
+
+
+class SubmittedJob(NamedTuple):
+    """What a task reads of submitit's jobs."""
+
+    job_id: str
+    paths: Any
+    cancelled: list[str]
+
+    def cancel(self):
+        self.cancelled.append(self.job_id)
+
+    def result(self):
+        return 7
+
+
+def slurm_job(folder, monkeypatch):
+    """A job, its task, Slurm's queue as a list of numbers, and a clock."""
+    queue, clock = ["4"], [1000.0]
+    monkeypatch.setattr(engines.time, "monotonic", lambda: clock[0])
+    submitted = SubmittedJob("4", SimpleNamespace(result_pickle=folder / "result.pkl"), [])
+    log = str(folder / "log")
+    job = Job("run", "linear", str(folder), "config.yaml", log, (), str(folder), {})
+    return submitted, engines.slurm_task(submitted, job, lambda: frozenset(queue)), queue, clock
+
+
+def test_a_job_of_slurm_that_is_cancelled_before_it_began_ends_its_run(tmp_path, monkeypatch):
+    """It leaves no result, and Slurm may have no accounting."""
+    submitted, task, queue, clock = slurm_job(tmp_path, monkeypatch)
+    task.stop(15)
+    assert submitted.cancelled == ["4"]
+    queue.clear()
+    assert task.code() is None  # the queue may have been read before the job was cancelled
+    clock[0] += engines.QUEUE_INTERVAL + 1
+    assert task.code() == 143
+
+
+def test_a_job_of_slurm_that_has_left_the_queue_without_a_result_is_lost(tmp_path, monkeypatch):
+    submitted, task, queue, clock = slurm_job(tmp_path, monkeypatch)
+    assert task.code() is None
+    queue.clear()
+    assert task.code() is None
+    clock[0] += engines.LOST - 1
+    assert task.code() is None
+    queue.append("4")  # queued again, since its time was over
+    assert task.code() is None
+    queue.clear()
+    assert task.code() is None
+    clock[0] += engines.LOST + 1
+    assert task.code() == 1
+    assert "Slurm's job 4 has left the queue without a result" in (tmp_path / "log").read_text()
+    submitted.paths.result_pickle.touch()
+    assert task.code() == 7
 
 
 def test_slurm_is_asked_for_what_the_file_says_and_no_more():

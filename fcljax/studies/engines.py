@@ -4,8 +4,12 @@ names."""
 
 import contextlib
 import dataclasses
+import getpass
 import importlib
+import math
 import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +20,11 @@ from fcljax.files import write_text
 from fcljax.options import option
 from fcljax.studies import jobs
 from fcljax.studies.jobs import Job
+
+# seconds between two looks at Slurm's queue, and after which a job that has left it
+# without a result is lost
+QUEUE_INTERVAL = 5.0
+LOST = 60.0
 
 Name = Literal["local", "ray", "slurm", "slurm-local"]
 
@@ -131,17 +140,82 @@ def _submitit(name: Name, options: SlurmOptions, folder: Path) -> Start:
         raise InputError(f"engine: {name} cannot be used here: {error}") from None
     # an option without a value is left out, so that the cluster's default applies
     executor.update_parameters(**slurm_parameters(options))
+    queued = _queue_reader()
 
     def start(job: Job) -> ClusterTask:
         # a callable with a checkpoint method, as submitit wants: when Slurm's time is
         # over, it queues the run again
         submitted = executor.submit(jobs.Again(), job)
+        if name == "slurm":
+            return slurm_task(submitted, job, queued)
         return ClusterTask(
             lambda: _code(submitted.result, job) if submitted.done() else None,
             lambda _number: submitted.cancel(),
         )
 
     return start
+
+
+def slurm_task(submitted: Any, job: Job, queued: Callable[[], frozenset[str] | None]) -> ClusterTask:
+    """Return a job of Slurm as a task.
+
+    submitit asks Slurm's accounting about jobs that leave no result, at intervals of up to
+    ten minutes. Without accounting it would wait for ever for a job that was cancelled
+    before it began, or whose machine is lost. The queue is always there.
+
+    Args:
+      submitted: submitit's job.
+      job: the run.
+      queued: returns the numbers of the jobs in Slurm's queue; None: unknown.
+    """
+    stopped = math.inf
+    missing = math.inf
+
+    def code() -> int | None:
+        nonlocal missing
+        if submitted.paths.result_pickle.exists():
+            return _code(submitted.result, job)
+        numbers = queued()
+        now = time.monotonic()
+        if numbers is None or submitted.job_id in numbers:
+            missing = math.inf
+            return None
+        # by then the list of the queue is newer than the job's end
+        if now - stopped > QUEUE_INTERVAL:
+            return 128 + signal.SIGTERM
+        missing = min(missing, now)
+        # the result of a job that has ended may arrive late on a shared file system
+        if now - missing < LOST:
+            return None
+        return _code(lost, job)
+
+    def lost() -> int:
+        raise RuntimeError(f"Slurm's job {submitted.job_id} has left the queue without a result")
+
+    def stop(_number: int) -> None:
+        nonlocal stopped
+        stopped = time.monotonic()
+        submitted.cancel()
+
+    return ClusterTask(code, stop)
+
+
+def _queue_reader() -> Callable[[], frozenset[str] | None]:
+    """Return a function that lists the user's jobs in Slurm's queue, asking at intervals."""
+    numbers: frozenset[str] | None = None
+    asked = -math.inf
+
+    def read() -> frozenset[str] | None:
+        nonlocal numbers, asked
+        if time.monotonic() - asked > QUEUE_INTERVAL:
+            command = ["squeue", "--user", getpass.getuser(), "--noheader", "--format=%A"]
+            answer = subprocess.run(command, capture_output=True, text=True, check=False)
+            # a controller that restarts does not answer for some seconds
+            numbers = frozenset(answer.stdout.split()) if answer.returncode == 0 else None
+            asked = time.monotonic()
+        return numbers
+
+    return read
 
 
 def slurm_parameters(options: SlurmOptions) -> dict[str, Any]:
