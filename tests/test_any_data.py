@@ -289,7 +289,7 @@ def test_a_network_of_random_values_trains_faster_than_a_pretrained_one():
             "'vit_b16' reads images, and an example is float32 [13]; nearest: 'mlp'",
         ),
         ("ewc", {"backbone": "conv1d"}, "'conv1d' reads series [steps, channels]"),
-        ("ewc", {"image_size": 8}, "image_size: 8 is for images, and wine has float32 [13]"),
+        ("ewc", {"image_size": 8}, "image_size: 8 is for images, and the data set 'wine' has float32 [13]"),
         ("ewc", {"augment": True}, "augment: True is for images"),
         (
             "ewc",

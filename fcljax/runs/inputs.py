@@ -257,7 +257,7 @@ def _check_no_image_options(cfg: InputConfig, dataset: Dataset) -> None:
         names.append("class_prompts")
     if names:
         raise InputError(
-            f"{names[0]}: {getattr(cfg, names[0])!r} is for images, and {dataset.name} has "
+            f"{names[0]}: {getattr(cfg, names[0])!r} is for images, and the data set {dataset.name!r} has "
             f"{described(dataset.x_train)}; leave it out"
         )
 
