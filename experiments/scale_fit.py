@@ -5,10 +5,10 @@ some images of mini-CIFAR with a ViT-Ti at 64 pixels, and on digits and letters 
 
 A stream has `few` or `many` classes in a task (`STREAMS`); `held-out` is `many` with other training images
 in place of the test images, for questions that may lead to changes. `digits` and `glyphs` have the data and
-the budget of their leaderboards. Each finished run is a line of
-RESULTS.jsonl; runs that it already has are not made again. Rates are data in all of them, so that a method
-is compiled once for each seed and fidelity: `paper` and `mini` have their learning rates, the fidelity
-`intended`, and the server training that `fit` takes.
+the budget of docs/results/embedded.md. Each finished run is a line of RESULTS.jsonl; runs that it already
+has are not made again. Rates are data in all of them, so that a method is compiled once for each seed and
+fidelity: `paper` and `mini` have their learning rates, the fidelity `intended`, and the server training that
+`fit` takes. A_last is the mean over tasks, each counted once.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ STREAMS = {
     "many": Stream(Images(50, 20, 10), MANY),
     "held-out": Stream(Images(50, 20, 10, held_out=True), MANY),
     "digits": Stream(None, EMBEDDED | dict(dataset="digits")),
-    "glyphs": Stream(None, EMBEDDED | dict(dataset="glyphs", glyph_train=50)),
+    "glyphs": Stream(None, EMBEDDED | dict(dataset="glyphs", glyph_train=25)),
 }
 SCALES = ("fit", "mini", "paper")
 
