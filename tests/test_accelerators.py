@@ -297,6 +297,12 @@ def test_a_training_step_computes_nothing_twice(line):
     assert products == pytest.approx(line["flops"], rel=tolerance)
 
 
+@pytest.mark.parametrize("chip", ["v5e", "h200"])
+def test_the_step_of_every_paper_is_recorded(chip):
+    recorded = {line["method"] for line in RECORDED if line["chip"] == chip}
+    assert recorded >= {"fppl", "pilora", "hepco", "pmae", "vfcl"}
+
+
 def test_the_step_that_was_measured_on_an_h200_is_predicted():
     """FPPL's took about 48 ms (docs/accelerators.md); the program has lost a tenth of its bytes since."""
     found = [
