@@ -48,7 +48,7 @@ RUNS = {
     "scaffold": f"{VIT} --lora-blocks 1 --lora-rank 1",
     # the server's sums of features, and what it has learned from them
     "afcl": VIT,
-    "fedranpac": f"{VIT} --projection 20 --lora-blocks 1 --lora-rank 1",
+    "fedranpac": f"{VIT} --projection 20",
     "dolfin": f"{VIT} --lora-blocks 1 --lora-rank 1",
     "ditto, 1000 clients": f"{VIT} --clients 1000 --min-examples 1 --participation 10 "
     "--lora-blocks 1 --lora-rank 1",
