@@ -50,7 +50,7 @@ RUNS = {
     "afcl": VIT,
     "fedranpac": f"{VIT} --projection 20",
     "dolfin": f"{VIT} --lora-blocks 1 --lora-rank 1",
-    "ditto, 1000 clients": f"{VIT} --clients 1000 --min-examples 1 --participation 10 "
+    "ditto, 1000 clients": f"{VIT} --clients 1000 --partition iid --participation 10 "
     "--lora-blocks 1 --lora-rank 1",
     "linear, online": f"{VIT} --population online",
     "linear, blurry": f"{VIT} --blurry 0.3",
@@ -155,7 +155,10 @@ def kill(rng: random.Random, out: Path, references: References, number: int) -> 
         code, err = process.ended(PATIENCE)
         finished = finished or not code  # the signal came after all that is written
         ends.append(f"{'after ' if finished else ''}{stop.name} {where}")
-        if code not in ((0,) if finished else (-stop, 128 + stop)) or "Traceback" in err:
+        # a program that uses the library sees Ctrl-C as Python shows it
+        is_python_interrupt = method.endswith("Python") and err.rstrip().endswith("KeyboardInterrupt")
+        is_traceback = "Traceback" in err and not is_python_interrupt
+        if code not in ((0,) if finished else (-stop, 128 + stop)) or is_traceback:
             return Outcome("other", f"{ends}: exit code {code}: {err[-600:]}", times + 1)
         if newest_checkpoint(out) < before:
             return Outcome("different", f"{ends}: checkpoint {before} is lost", times + 1)

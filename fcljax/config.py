@@ -528,7 +528,9 @@ def _can_improve(method: str | MethodEntry, values: Mapping[str, Any]) -> bool:
     is_mean = is_mean_rule and not values.get("clip_norm") and server_optimiser == "none"
     # class prompts set the start of each class, so HeadTune has nothing left to set
     has_prompts = values.get("class_prompts", "none") != "none"
-    return (is_mean and not has_prompts) or not presets["improved"].run.headtune
+    # HeadTune reads each example once more, and an online stream is seen once
+    is_online = values.get("population") == "online"
+    return (is_mean and not has_prompts and not is_online) or not presets["improved"].run.headtune
 
 
 def rates_of_scale(settings: RunConfig, scale: Scale) -> dict[str, float]:
@@ -647,13 +649,17 @@ def explain_fidelity(config: RunConfig) -> str:
 def improvement(config: RunConfig) -> dict[str, Any]:
     """Return option -> value that `--fidelity improved` would change in an intended run.
 
-    It is empty where there is no such preset, or where the run has another fidelity.
+    It is empty where there is no such preset, where the run's other options forbid it, or
+    where the run has another fidelity.
     """
-    if config.fidelity != "intended":
-        return {}
-    if "improved" not in find_method(config.source or config.method).presets:
+    source = config.source or config.method
+    if config.fidelity != "intended" or "improved" not in find_method(source).presets:
         return {}
     intended = preset_of(config, "intended")
+    plain = vars(intended)
+    changed = {name: value for name, value in vars(config).items() if value != plain.get(name)}
+    if not _can_improve(source, changed):
+        return {}
     improved = preset_of(config, "improved")
     names = [field.name for field in fields_of(type(intended)) if field.name != "fidelity"]
     return {

@@ -54,9 +54,7 @@ def test_an_option_at_its_default_that_one_of_the_methods_does_not_read_is_no_mi
     runs = "[{name: one, method: centralised, clients: 1}, {name: many, method: linear}]"
     planned = plan(f"{{base: {{alpha: 0.5, tasks: 2}}, runs: {runs}}}")
     assert [run.given["alpha"] for run in planned] == [0.5, 0.5]
-    with pytest.raises(
-        InputError, match="^file: base.alpha: alpha: only dirichlet and task_dirichlet"
-    ):
+    with pytest.raises(InputError, match="^file: base.alpha: alpha: only dirichlet and task_dirichlet"):
         plan(f"{{base: {{alpha: 0.1, tasks: 2}}, runs: {runs}}}")
 
 

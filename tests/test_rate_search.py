@@ -327,6 +327,17 @@ def test_fit_starts_no_class_at_a_mean_where_uploads_are_not_simply_averaged(oth
     assert settings.aggregator == other.get("aggregator", "uniform")
 
 
+def test_fit_reads_an_online_stream_once():
+    """Class means would take a second pass, which `build.check_one_pass` refuses."""
+    online = {"population": "online"}
+    for settings in (
+        config.from_mapping("linear", VIT_TINY | online | {"scale": "fit"}, "options"),
+        config.with_scale_of_schedule(config.from_mapping("linear", VIT_TINY | online, "options"), 30.0),
+    ):
+        assert (settings.scale, settings.fidelity, settings.headtune) == ("fit", "intended", False)
+        assert not config.improvement(settings)  # of which the summary's note tells
+
+
 def test_fit_keeps_a_rule_that_the_user_names_even_if_it_is_the_preset_s():
     given = VIT_TINY | {"scale": "fit", "aggregator": "uniform"}
     settings = config.resolve(config.from_mapping("hepco", given, "options"))
