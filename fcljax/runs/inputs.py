@@ -305,7 +305,7 @@ def named_weights(cfg: BackboneConfig) -> tuple[str | None, str | None]:
 # Methods with which a whole network, trained in bfloat16, reached the accuracies of
 # float32 within the noise of three seeds (docs/accelerators.md). Others stay in float32
 # until they are measured.
-TRAIN_IN_BFLOAT16 = ("fedavg-ft",)
+TRAIN_IN_BFLOAT16 = ("fedavg-ft", "glfc", "target", "vfcl")
 
 
 def network_trains(cfg: BackboneConfig) -> bool:
