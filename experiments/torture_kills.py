@@ -124,6 +124,8 @@ def _inputs(folder: Path, images: int) -> tuple[Path, Path]:
     shapes["decoder"] = decoder_shapes(DecoderConfig(16, 8, encoder_width=16, width=16, depth=1, mlp=32))
     import jax
 
+    # a generator of their own: all runs have the same weights, however many images are drawn
+    draw = np.random.default_rng(1)
     save_native(weights, jax.tree.map(lambda x: 0.1 * draw.normal(size=x.shape), shapes), {})
     return data, weights
 
