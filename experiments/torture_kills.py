@@ -50,7 +50,7 @@ RUNS = {
     "afcl": VIT,
     "fedranpac": f"{VIT} --projection 20",
     "dolfin": f"{VIT} --lora-blocks 1 --lora-rank 1",
-    "ditto, 1000 clients": f"{VIT} --clients 1000 --partition iid --participation 10 "
+    "ditto, 1000 clients": f"{VIT} --clients 1000 --partition iid --min-examples 1 --participation 10 "
     "--lora-blocks 1 --lora-rank 1",
     "linear, online": f"{VIT} --population online",
     "linear, blurry": f"{VIT} --blurry 0.3",
