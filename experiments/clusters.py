@@ -58,15 +58,15 @@ def main() -> None:
     code = wait(process)
     time.sleep(2)  # for Slurm to learn that its jobs have ended
     holds = [
-        told(f"no run had ended when the sweep was stopped: {ended}", ended == 0),
-        told(f"exit code {code}", code == CODES[options.signal]),
-        told(f"processes that are left: {left(folder)}", not left(folder)),
+        report(f"no run had ended when the sweep was stopped: {ended}", ended == 0),
+        report(f"exit code {code}", code == CODES[options.signal]),
+        report(f"leftover processes: {leftovers(folder)}", not leftovers(folder)),
     ]
     code = wait(sweep(file, "--resume", str(folder), "--engine", options.engine))
-    holds.append(told(f"exit code {code} of the resumed sweep", code == 0))
+    holds.append(report(f"exit code {code} of the resumed sweep", code == 0))
     for run in sorted(reference.glob("*/summary.json")):
         name = run.parent.name
-        holds.append(told(f"{name}: the same numbers", numbers(run.parent) == numbers(folder / name)))
+        holds.append(report(f"{name}: the same numbers", numbers(run.parent) == numbers(folder / name)))
     sys.exit(not all(holds))
 
 
@@ -95,7 +95,7 @@ def rounds_of(log: Path) -> int:
     return len(log.read_text().splitlines())
 
 
-def left(folder: Path) -> list[str]:
+def leftovers(folder: Path) -> list[str]:
     """Return the processes that name the sweep's folder, and Slurm's jobs."""
     listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
     processes = [line for line in listed.splitlines() if f"{folder}/" in line]
@@ -104,7 +104,7 @@ def left(folder: Path) -> list[str]:
     return processes
 
 
-def told(what: str, holds: bool) -> bool:
+def report(what: str, holds: bool) -> bool:
     """Print whether something holds, and return it."""
     print(f"{'ok' if holds else 'WRONG'}: {what}", flush=True)
     return holds

@@ -533,6 +533,14 @@ def _can_improve(method: str | MethodEntry, values: Mapping[str, Any]) -> bool:
     return (is_mean and not has_prompts and not is_online) or not presets["improved"].run.headtune
 
 
+def _changed(settings: RunConfig) -> dict[str, Any]:
+    """Return option -> value, of the options that differ from the preset's."""
+    # with the preset's choices; `preset_of` has those of the settings
+    source = settings.source or settings.method
+    plain = vars(preset(source, settings.adapter, settings.fidelity, settings.scale))
+    return {name: value for name, value in vars(settings).items() if value != plain.get(name)}
+
+
 def rates_of_scale(settings: RunConfig, scale: Scale) -> dict[str, float]:
     """Return option -> learning rate of a method's preset at a scale."""
     usual = preset_of(settings, scale=scale)
@@ -560,10 +568,7 @@ def with_scale_of_schedule(settings: RunConfig, examples: float) -> RunConfig:
     if share > 1:
         start = usual
     else:
-        # with the preset's choices; `usual` has those of the settings
-        plain = vars(preset(source, settings.adapter, settings.fidelity, settings.scale))
-        changed = {name: value for name, value in vars(settings).items() if value != plain.get(name)}
-        if _can_improve(source, changed):
+        if _can_improve(source, _changed(settings)):
             fidelity = "improved"
         start = preset(source, settings.adapter, fidelity, "fit")
     values = {name: getattr(start, name) for name in _fit_values(source, settings.adapter)}
@@ -653,13 +658,9 @@ def improvement(config: RunConfig) -> dict[str, Any]:
     where the run has another fidelity.
     """
     source = config.source or config.method
-    if config.fidelity != "intended" or "improved" not in find_method(source).presets:
+    if config.fidelity != "intended" or not _can_improve(source, _changed(config)):
         return {}
     intended = preset_of(config, "intended")
-    plain = vars(intended)
-    changed = {name: value for name, value in vars(config).items() if value != plain.get(name)}
-    if not _can_improve(source, changed):
-        return {}
     improved = preset_of(config, "improved")
     names = [field.name for field in fields_of(type(intended)) if field.name != "fidelity"]
     return {

@@ -321,6 +321,7 @@ def test_fit_starts_no_class_at_a_mean_where_uploads_are_not_simply_averaged(oth
         config.with_scale_of_schedule(config.from_mapping("linear", VIT_TINY | other, "options"), 30.0),
     ):
         assert (settings.scale, settings.fidelity, settings.headtune) == ("fit", "intended", False)
+        assert not config.improvement(settings)  # of which the summary's note tells
     settings = config.with_scale_of_schedule(config.from_mapping("hepco", VIT_TINY | other, "options"), 30.0)
     assert not settings.headtune
     # with another rule as such HePCo's clients stay as they are
@@ -335,7 +336,7 @@ def test_fit_reads_an_online_stream_once():
         config.with_scale_of_schedule(config.from_mapping("linear", VIT_TINY | online, "options"), 30.0),
     ):
         assert (settings.scale, settings.fidelity, settings.headtune) == ("fit", "intended", False)
-        assert not config.improvement(settings)  # of which the summary's note tells
+        assert not config.improvement(settings)
 
 
 def test_fit_keeps_a_rule_that_the_user_names_even_if_it_is_the_preset_s():
