@@ -37,6 +37,7 @@ SHARES = {
     "ceilings": 0.1,
     "attention": 0.1,
     "cudnn": 0.1,
+    "gelu": 0.15,
     "profile": 0.2,
     "compilation": 0.25,
     "bfloat16 vmap": 0.35,
@@ -51,6 +52,7 @@ SHARES = {
 OTHERS = (
     "attention",
     "cudnn",
+    "gelu",
     "evaluation",
     "torch",
     "whole network",

@@ -5,8 +5,8 @@
 #     SMALL=1 experiments/gpu_session.sh OUT      # tiny sizes, on any machine: does it work?
 #
 # bench_gpu.py takes 8 minutes: ceilings, the kernels of FPPL's round, torch's loop beside it, evaluation, training of
-# a whole network in bfloat16, TF32 and float32, attention's three ways, a round with cuDNN's, compile times,
-# pfl-research's benchmark on CIFAR-10. What is left goes to a paper's row at full size, if its data and weights are
+# a whole network in bfloat16, TF32 and float32, attention's three ways, a round with cuDNN's, GELU's two ways, compile
+# times, pfl-research's benchmark on CIFAR-10. What is left goes to a paper's row at full size, if its data and weights are
 # here; OUT/row is resumed by the next session.
 #
 #   PYTHON   the interpreter; default python3
@@ -15,7 +15,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?folder for session.json}
 python=${PYTHON:-python3}
-series=${SERIES:-ceilings,profile,torch,evaluation,whole network,attention,cudnn,compilation,pfl-cifar10}
+series=${SERIES:-ceilings,profile,torch,evaluation,whole network,attention,cudnn,gelu,compilation,pfl-cifar10}
 minutes=8
 row_minutes=2.5
 scale=paper

@@ -23,6 +23,7 @@ from fcljax.models.vit import (
     Prefix,
     ViTConfig,
     apply_vit,
+    gelu_polynomial,
     init_vit,
     layer_norm,
     parameter_shapes,
@@ -455,3 +456,57 @@ def test_the_gradient_of_the_prompts_computes_no_gradient_of_the_frozen_weights(
     trained = set(products(jax.make_jaxpr(jax.grad(loss, argnums=1))(*args).jaxpr))
     assert len(frozen) > 5 and not kernels & frozen
     assert kernels <= trained
+
+
+def test_a_norm_by_two_passes_is_the_norm_of_numpy_and_has_the_gradient_of_one_pass():
+    x = random(5, 12) + 3
+    scale, bias = random(12), random(12)
+    given = np.asarray(x, np.float64)
+    exact = (given - given.mean(-1, keepdims=True)) / np.sqrt(
+        given.var(-1, keepdims=True) + 1e-6
+    ) * scale + bias
+
+    def value(x, one_pass):
+        return layer_norm(x, scale, bias, 1e-6, one_pass)
+
+    def gradient(one_pass):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(value(x, one_pass))))(x)
+
+    np.testing.assert_allclose(value(x, False), exact, atol=1e-5)
+    np.testing.assert_allclose(gradient(False), gradient(True), rtol=1e-4, atol=1e-4)
+
+
+def test_two_passes_keep_digits_that_one_pass_loses():
+    x = random(5, 64) + 1000
+    exact = np.asarray(x, np.float64).std(-1)
+    one, two = (
+        np.std(layer_norm(x, jnp.ones(64), jnp.zeros(64), 0.0, one_pass), axis=-1)
+        for one_pass in (True, False)
+    )
+    assert np.all(exact > 0) and np.max(abs(two - 1)) < 1e-4 < np.max(abs(one - 1))
+
+
+def test_fewer_operations_change_bfloat16_less_than_its_rounding(params, image):
+    plain = dataclasses.replace(TINY, dtype="bfloat16")
+    fewer = dataclasses.replace(plain, fewer_operations=True)
+    exact, rounded, found = (run(c, params, image, None, False).cls for c in (TINY, plain, fewer))
+    assert 0 < np.max(abs(found - rounded)) <= 1.5 * np.max(abs(rounded - exact))
+
+    def ways(config):
+        traced = str(jax.make_jaxpr(lambda image: apply_vit(config, params, image, None).cls)(image))
+        # E[x]^2 is computed by the form of one pass alone, which bounds the variance by 0
+        return "erf" in traced, " max 0.0" in traced
+
+    assert (ways(plain), ways(fewer)) == ((True, True), (False, False))
+
+
+def test_gelu_by_a_polynomial_is_gelu_for_bfloat16():
+    x = jnp.linspace(-12, 12, 20_001)
+    exact = np.array([0.5 * value * (1 + math.erf(value / math.sqrt(2))) for value in np.asarray(x, float)])
+    found = np.asarray(gelu_polynomial(x), float)
+    assert np.max(abs(found - exact)) < 5e-5
+    middle = np.abs(x) < 2
+    assert np.max(abs(found - exact)[middle] / np.maximum(abs(exact[middle]), 1e-6)) < 2**-10
+    slope = jax.vmap(jax.grad(gelu_polynomial))(x)
+    exact_slope = jax.vmap(jax.grad(lambda value: jax.nn.gelu(value, approximate=False)))(x)
+    np.testing.assert_allclose(slope, exact_slope, atol=1e-4)

@@ -25,7 +25,7 @@ from fcljax.mesh import compiler_options
 from fcljax.models.attention_kernel import cudnn_attention
 from fcljax.models.products import attention
 from fcljax.models.shapes import VITS, AttentionKernel, Dtype
-from fcljax.models.vit import ViTConfig, vit_network
+from fcljax.models.vit import ViTConfig, mlp_activation, vit_network
 from fcljax.runs.build import build
 from fcljax.runs.machine import Machine, kernel_on
 from fcljax.runs.programs import programs_of
@@ -71,10 +71,11 @@ MICRO = ViTConfig(image_size=16, patch=8, width=16, depth=2, heads=2, mlp=32)
 SMALL = Sizes(MICRO, 2, 3, 2, 4, (1, 2), 128, 2**20, 1, 1)
 
 
-def work_of(sizes: Sizes, dtype: Dtype, kernel: AttentionKernel | None = None) -> Work:
-    """FPPL with one epoch and the prototype pass; without a kernel's name with the one that a run has."""
-    kernel = kernel or kernel_on(Machine(jax.default_backend()))
-    vit = dataclasses.replace(sizes.vit, dtype=dtype, kernel=kernel)
+def work_of(sizes: Sizes, dtype: Dtype, **network: Any) -> Work:
+    """FPPL with one epoch and the prototype pass, and the network of a run but for some fields."""
+    kernel = kernel_on(Machine(jax.default_backend()))
+    fields: dict[str, Any] = {"dtype": dtype, "kernel": kernel}
+    vit = dataclasses.replace(sizes.vit, **fields | network)
     rows = (sizes.rows,) * sizes.clients
     return Work("fppl", vit, rows, sizes.batch, epochs=1, test=sizes.test, blocks=sizes.blocks)
 
@@ -116,8 +117,40 @@ def training(sizes: Sizes, dtype: Dtype, mode: Literal["vmap", "loop"]) -> Itera
 
 def with_cudnn(sizes: Sizes) -> Iterator[Found]:
     """The same round as that of `training`'s one lane, with attention by cuDNN."""
-    work = work_of(sizes, "bfloat16", AttentionKernel("cudnn"))
+    work = work_of(sizes, "bfloat16", kernel=AttentionKernel("cudnn"))
     yield {"cudnn": "bfloat16"} | tried(lambda: rate_of(work, game_of(work), Lanes(1), sizes.repeats))
+
+
+def gelus(sizes: Sizes) -> Iterator[Found]:
+    """GELU by erf and by a polynomial, and the round of `training`'s one lane with each.
+
+    The second round also has norms of two passes."""
+    for name, fewer in {"erf": False, "polynomial": True}.items():
+        work = work_of(sizes, "bfloat16", fewer_operations=fewer)
+        yield {"gelu": name} | tried(lambda work=work: rate_of_gelu(work, sizes.repeats))
+        yield {"gelu": f"{name}, a round"} | tried(
+            lambda work=work: rate_of(work, game_of(work), Lanes(1), sizes.repeats)
+        )
+
+
+def rate_of_gelu(work: Work, repeats: int) -> Found:
+    """Images per second of the activation of one layer's MLP, alone and with its gradient."""
+    vit = work.vit
+    function = mlp_activation(vit)
+    shape = work.batch, 1 + vit.grid**2, vit.mlp
+    arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(0))]
+
+    def layer(x: jax.Array) -> jax.Array:
+        return function(x.astype(jnp.float32)).astype(x.dtype)
+
+    def both(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out, back = jax.vjp(layer, x)
+        return out, *back(gradient)
+
+    alone = timed(in_a_row(lambda x: (layer(x),), arrays[:1]), repeats)
+    with_its_gradient = timed(in_a_row(both, arrays), repeats)
+    images = LAYERS * work.batch
+    return with_its_gradient.rates(images) | {"forward_images_s": images / alone.median}
 
 
 def rate_of(work: Work, game: Game, lanes: Lanes, repeats: int) -> Found:
@@ -397,6 +430,7 @@ SERIES: dict[str, Callable[[Sizes], Iterator[Found]]] = {
     "bfloat16 vmap": functools.partial(training, dtype="bfloat16", mode="vmap"),
     "attention": attentions,
     "cudnn": with_cudnn,
+    "gelu": gelus,
     "profile": profile,
     "compilation": compilation,
     "evaluation": evaluation,

@@ -17,7 +17,7 @@ Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
 # end token (end: CLIP).
 Pooling = Literal["learned", "first", "mean", "end"]
 # fields that say how a run computes a network; they are no part of its shape or name
-OF_A_RUN = ("dtype", "kernel")
+OF_A_RUN = ("dtype", "kernel", "fewer_operations")
 Dtype = Literal["float32", "tf32", "bfloat16"]
 
 
@@ -85,6 +85,9 @@ class ViTConfig:
     # base of the patches' rotary positions (DINOv3: 100); 0: none
     rotary_base: float = 0.0
     kernel: AttentionKernel = NO_KERNEL
+    # between products: GELU by a polynomial, and norms as XLA for GPUs makes one kernel
+    # of. Not yet timed on a chip, so no run takes it
+    fewer_operations: bool = False
 
     @property
     def number_format(self) -> NumberFormat:

@@ -105,13 +105,15 @@ class LayerNorm(nn.Module):
 
     epsilon: float
     result: str = "float32"
+    one_pass: bool = True
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         width = x.shape[-1:]
         scale = self.param("scale", nn.initializers.ones, width)
         bias = self.param("bias", nn.initializers.zeros, width)
-        return layer_norm(x.astype(jnp.float32), scale, bias, self.epsilon).astype(self.result)
+        normed = layer_norm(x.astype(jnp.float32), scale, bias, self.epsilon, self.one_pass)
+        return normed.astype(self.result)
 
 
 def _norm(c: ViTConfig, name: str, result: str = "float32") -> LayerNorm:
@@ -123,7 +125,7 @@ def _norm(c: ViTConfig, name: str, result: str = "float32") -> LayerNorm:
     layer = LayerNorm
     if c.dtype == "bfloat16":
         layer = nn.remat(LayerNorm)
-    return layer(c.epsilon, result, name=name)
+    return layer(c.epsilon, result, not c.fewer_operations, name=name)
 
 
 def embedding_norm(c: ViTConfig) -> LayerNorm:
@@ -131,28 +133,39 @@ def embedding_norm(c: ViTConfig) -> LayerNorm:
     return _norm(c, "norm_pre")
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def layer_norm(
     x: Float[Array, "*rows width"],
     scale: Float[Array, " width"],
     bias: Float[Array, " width"],
     epsilon: float,
+    one_pass: bool = True,
 ) -> Float[Array, "*rows width"]:
     """Return scale (x - mean) / sqrt(variance + epsilon) + bias, by row (Ba et al. 2016).
 
     Its derivative is written out because XLA then needs fewer passes over x.
+
+    Args:
+      x: rows to be standardised.
+      scale, bias: of the result.
+      epsilon: added to the variance.
+      one_pass: compute the variance as E[x^2] - E[x]^2. False: as E[(x - E[x])^2], which
+        XLA for GPUs makes one kernel of, with the norm and a sum before or behind it.
     """
-    centred, inverse = _standardise(x, epsilon)
+    centred, inverse = _standardise(x, epsilon, one_pass)
     return centred * (inverse * scale) + bias
 
 
-def _standardise(x: Array, epsilon: float) -> tuple[Array, Array]:
+def _standardise(x: Array, epsilon: float, one_pass: bool) -> tuple[Array, Array]:
     """Return x - mean and 1 / sqrt(variance + epsilon)."""
-    # E[x^2] - E[x]^2 needs one pass over x; rounding can make it negative where x is
-    # constant
     mean = jnp.mean(x, axis=-1, keepdims=True)
-    variance = jnp.maximum(0.0, jnp.mean(x * x, axis=-1, keepdims=True) - mean * mean)
-    return x - mean, jax.lax.rsqrt(variance + epsilon)
+    centred = x - mean
+    if one_pass:
+        # rounding can make it negative where x is constant
+        variance = jnp.maximum(0.0, jnp.mean(x * x, axis=-1, keepdims=True) - mean * mean)
+    else:
+        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+    return centred, jax.lax.rsqrt(variance + epsilon)
 
 
 def longest_normed(norm: Mapping[str, Array]) -> Float[Array, ""]:
@@ -168,6 +181,7 @@ def longest_normed(norm: Mapping[str, Array]) -> Float[Array, ""]:
 @layer_norm.defjvp
 def _layer_norm_jvp(
     epsilon: float,
+    one_pass: bool,
     primals: tuple,
     tangents: tuple,
 ) -> tuple[Array, Array]:
@@ -178,7 +192,7 @@ def _layer_norm_jvp(
     """
     x, scale, bias = primals
     dx, dscale, dbias = tangents
-    centred, inverse = _standardise(x, epsilon)
+    centred, inverse = _standardise(x, epsilon, one_pass)
     z = centred * inverse
     along_z = jnp.mean(z * dx, axis=-1, keepdims=True)
     projected = dx - jnp.mean(dx, axis=-1, keepdims=True) - z * along_z
@@ -320,14 +334,17 @@ class HiddenLayer(nn.Module):
         bias = self.param("bias", nn.initializers.zeros, (c.mlp,))
         dtype = c.number_format.array
         product = matmul(x.astype(dtype), kernel.astype(dtype), c.number_format)
-        return activated(_activation(c), product, bias, dtype)
+        return activated(mlp_activation(c), product, bias, dtype)
 
 
-def _activation(c: ViTConfig) -> Callable[[Array], Array]:
+def mlp_activation(c: ViTConfig) -> Callable[[Array], Array]:
+    """Return the activation of a network's MLPs."""
     if c.activation == "quick_gelu":
         return _quick_gelu
     if c.activation == "gelu_tanh":
         return _gelu_tanh
+    if c.fewer_operations:
+        return gelu_polynomial
     # for the backward pass XLA for TPUs stores the result of erf, but recomputes that
     # of erfc
     if c.dtype == "bfloat16" and c.kernel.chip == "tpu":
@@ -350,6 +367,51 @@ def _gelu_erfc(x: Array) -> Array:
 def _gelu_tanh(x: Array) -> Array:
     """Return GELU's approximation by tanh (Hendrycks and Gimpel 2016, section 2)."""
     return nn.gelu(x, approximate=True)
+
+
+# Phi(x) - 1/2 = x q(x^2) on [-4.4, 4.4]: q by rising powers, the least largest error of
+# x Phi(x) among polynomials of degree 8 that reach 1/2 at the border
+_PHI_BORDER = 4.4
+_PHI = (
+    0.39876304,
+    -0.066076805,
+    0.0096432129,
+    -0.0010550385,
+    8.4299493e-05,
+    -4.7254091e-06,
+    1.7411124e-07,
+    -3.7547533e-09,
+    3.5702123e-11,
+)
+
+
+@jax.custom_jvp
+def gelu_polynomial(x: Array) -> Array:
+    """Return GELU within 5e-5, with fewer than half of the operations of erf on a GPU.
+
+    For bfloat16, whose rounding is coarser: where |x| < 2 the relative error is below
+    2^-10. The derivative is that of GELU, Phi(x) + x phi(x), within 1e-4.
+    """
+    return x * _normal_distribution(x)
+
+
+def _normal_distribution(x: Array) -> Array:
+    """Return Phi(x), the normal distribution function, by a polynomial."""
+    inside = jnp.clip(x, -_PHI_BORDER, _PHI_BORDER)
+    square = inside * inside
+    slope = jnp.full_like(x, _PHI[-1])
+    for coefficient in reversed(_PHI[:-1]):
+        slope = slope * square + coefficient
+    return 0.5 + inside * slope
+
+
+@gelu_polynomial.defjvp
+def _gelu_polynomial_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,) = primals
+    (dx,) = tangents
+    distribution = _normal_distribution(x)
+    density = jnp.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return x * distribution, dx * (distribution + x * density)
 
 
 def _quick_gelu(x: Array) -> Array:
