@@ -907,6 +907,15 @@ def test_the_global_prototype_is_the_unweighted_mean_over_holders():  # FPPL sec
     assert mean.tolist() == [[1.0, 3.0]] and held.tolist() == [True]
 
 
+def test_the_mean_of_a_large_pool_needs_no_copy_of_it():
+    clients, classes, width = 500, 50, 64
+    pool = jax.ShapeDtypeStruct((clients, classes, width), jnp.float32)
+    present = jax.ShapeDtypeStruct((clients, classes), bool)
+    valid = jax.ShapeDtypeStruct((clients,), bool)
+    compiled = jax.jit(fppl.prototype_mean).lower(pool, present, valid).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * clients * classes * width / 20
+
+
 def test_classes_that_no_valid_client_holds_have_no_prototype():
     prototype = jnp.array([[[1.0], [jnp.nan]], [[jnp.nan], [5.0]]])
     mean, held = fppl.prototype_mean(

@@ -407,7 +407,14 @@ def prototype_mean(
     holds = present & valid[:, None]
     # a client with many examples of a class counts once, as any other (eq. 5)
     holders = jnp.sum(holds, axis=0)
-    total = jnp.sum(jnp.where(holds[..., None], sums.widen(prototype), 0), axis=0)
+    wide = sums.widen(prototype)
+
+    # one client after the other: XLA for CPUs would copy a sum's masked terms, which for
+    # 5,000 clients and 1,000 classes are 14 GiB
+    def add(client: Array, total: Array) -> Array:
+        return total + jnp.where(holds[client][:, None], wide[client], 0)
+
+    total = jax.lax.fori_loop(0, wide.shape[0], add, jnp.zeros(wide.shape[1:], wide.dtype))
     mean = total / jnp.maximum(holders, 1)[:, None]
     return sums.cast_like(mean, prototype), holders > 0
 
