@@ -170,7 +170,8 @@ class Lies:
         values = np.array(record[name].numpy())
         how = rng.choice(("nan", "inf", "1e30", "-1e30", "1e9", "negative", "1000 times", "noise", "-1"))
         with np.errstate(all="ignore"):
-            record[name] = Array(_changed(values, how, self.seed).astype(values.dtype))
+            # arithmetic on an array without axes leaves a scalar
+            record[name] = Array(np.asarray(_changed(values, how, self.seed), values.dtype))
         self.what = f"{name} {how}"
         # the sums and what is gathered are checked; parameters and their mean are the rule's
         self.is_possible = how not in ("nan", "inf") and not name.startswith((".sum", ".weight"))

@@ -211,6 +211,9 @@ def _other_arrays(rng: random.Random, content: Any) -> str:
 
 def _other_metrics(rng: random.Random, content: Any) -> str:
     record = content["metrics"]
+    if not record:
+        record["x"] = 1.0
+        return "added x"
     name = rng.choice(list(record))
     weights = [each for each in record if each.endswith("weight")]
     how = rng.choice(("gone", "added", "nan", "inf", *(("weight", "more", "negative") if weights else ())))
@@ -237,7 +240,8 @@ def _other_stamp(rng: random.Random, content: Any) -> str:
 
 
 def _other_records(rng: random.Random, content: Any) -> str:
-    name = rng.choice(("upload", "metrics"))
+    # a method without metrics sends an empty record, whose absence says nothing else
+    name = rng.choice([name for name in ("upload", "metrics") if content[name]])
     del content[name]
     return f"no {name}"
 
