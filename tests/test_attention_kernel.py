@@ -50,7 +50,9 @@ def test_the_kernel_gives_the_numbers_of_attention_and_of_its_gradient(chip, lan
         np.testing.assert_allclose(np.float32(ours), np.float32(expected), rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.parametrize("tokens", [(69, 77), (64, 66)], ids=["odd", "even"])
+@pytest.mark.parametrize(
+    "tokens", [(69, 77), pytest.param((64, 66), marks=pytest.mark.long)], ids=["odd", "even"]
+)
 def test_padding_for_cudnn_changes_neither_attention_nor_its_gradient(tokens):
     """As XLA computes what cuDNN would: a padding token gets no weight, and gives no gradient."""
     queries, keys = tokens

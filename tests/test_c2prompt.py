@@ -121,6 +121,7 @@ def test_compensation_prompts_move_features_to_their_class_once_in_a_task_and_st
     assert first[0].prompt.shape not in shapes
 
 
+@pytest.mark.long
 def test_a_step_of_the_compensation_descends_l_c():
     method = made(optimiser="sgd", momentum=0.0)
     server = begun(method)

@@ -113,6 +113,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 def test_what_may_come_next_is_what_is_parsed(tmp_path):
     found = offered([typed for typed, _ in CASES], tmp_path)
     assert dict(zip([typed for typed, _ in CASES], found, strict=True)) == dict(CASES)

@@ -71,7 +71,7 @@ def run_each(method):
         run(method, projection=8, rank=4, server_rank=8)
 
 
-CASES = some(NAMED, ("pilora",))
+CASES = some(NAMED, ())
 
 
 @pytest.mark.parametrize("method", CASES)

@@ -132,6 +132,7 @@ def test_a_claim_about_integers_ends_at_their_limits(claim, says):
     assert upload.weight.tolist() == [says, says, 5]
 
 
+@pytest.mark.long
 def test_counts_of_a_method_that_sends_none_are_refused_by_name(tmp_path, capsys):
     for lies in (["--attack", "counts", "--malicious", "1"], ["--faults", "counts=0.2"]):
         assert cli.main(["run", "linear", *COMMON, *lies, "--out", str(tmp_path / "run")]) == 2

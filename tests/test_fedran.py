@@ -205,7 +205,8 @@ def test_an_example_without_a_label_takes_the_nearest_prototype_by_angle():
     assert not pseudo_label(feature, sums._replace(examples=jnp.zeros(3)), STREAM[0])[1]
 
 
-@pytest.mark.parametrize("pseudo", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("pseudo", [True, False])
 def test_with_few_labels_the_server_solves_for_labels_and_pseudo_labels(pseudo):
     share = 0.4
     server = played(PARTITIONS["iid"], labelled=share, pseudo_labels=pseudo)[-1]

@@ -493,6 +493,7 @@ def test_the_radius_is_that_of_the_first_task_s_senders():
     assert float(server.state.radius) == pytest.approx(0.5)
 
 
+@pytest.mark.long
 def test_the_radius_is_of_the_mean_variance_of_all_that_sent_whatever_classes_they_have():
     """One client has an image of one class and a variance of 9, the other three and 1/4."""
     sent, server = sent_of((2, 2, 1)), Server()

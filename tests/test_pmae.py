@@ -497,6 +497,7 @@ def learner_of(values):
     return learner(NETWORK, adapter, linear(DEPTH, SIZES.classes))
 
 
+@pytest.mark.long
 def test_a_round_reads_every_row_once_an_epoch_in_batches_and_only_these_reach_the_device():
     values = VALUES | {"tune_batch": 8, "tune_epochs": 3}
     method = method_of("pmae", **values)

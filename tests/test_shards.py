@@ -153,7 +153,7 @@ class Changing:
         return chosen, changed
 
 
-@pytest.mark.parametrize("most_steps", [3, 64])
+@pytest.mark.parametrize("most_steps", [3, pytest.param(64, marks=pytest.mark.long)])
 def test_a_checkpoint_writes_changed_clients_alone_and_has_the_states_of_all(
     tmp_path, monkeypatch, most_steps
 ):
