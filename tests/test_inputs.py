@@ -21,6 +21,7 @@ from fcljax import cli, config
 from fcljax.config import InputConfig
 from fcljax.data.augment import clean_view, train_view
 from fcljax.data.files.dataset import Dataset
+from fcljax.data.files.sources import hold_out
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.federated.check import check_method
@@ -318,6 +319,21 @@ def test_features_are_kept_under_all_that_decides_them(inputs, features, tmp_pat
     assert (
         saved_features(cfg, inputs._replace(dataset=inputs.dataset._replace(digest="other")), "test") is None
     )
+
+
+def test_held_out_splits_take_rows_of_the_whole_data_set_s_features(inputs, tmp_path):
+    cfg = dataclasses.replace(SMALL, data_dir=str(tmp_path))
+    held_out = inputs._replace(dataset=hold_out(inputs.dataset, 0.25))
+    assert saved_features(cfg, held_out, "train") is None
+    # a feature that says which image it is of
+    width = inputs.backbone.config.width
+    mean = inputs.dataset.x_train.reshape(len(inputs.dataset.y_train), -1).mean(axis=1, dtype=np.float32)
+    save_features(cfg, inputs, "train", np.repeat(mean[:, None], width, axis=1))
+    for part in ("train", "test"):
+        image = getattr(held_out.dataset, f"x_{part}")
+        expected = image.reshape(len(image), -1).mean(axis=1, dtype=np.float32)
+        np.testing.assert_array_equal(saved_features(cfg, held_out, part)[:, 0], expected)
+    assert saved_features(cfg, inputs, "test") is None
 
 
 def other_number(content):

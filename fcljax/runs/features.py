@@ -246,19 +246,37 @@ def feature_file(options: InputConfig, inputs: Inputs, part: Part) -> Path:
 
 
 def saved_features(options: InputConfig, inputs: Inputs, part: Part) -> Float[np.ndarray, "N D"] | None:
-    """Return the features that `fcljax embed` has written; None unless they are intact."""
+    """Return the features that `fcljax embed` has written; None unless they are intact.
+
+    Where examples are held out, both splits are rows of the whole data set's training split.
+    """
     labels = inputs.dataset.y_test
     if part == "train":
         labels = inputs.dataset.y_train
+    shape = (len(labels), inputs.backbone.config.width)
+    features = _intact(feature_file(options, inputs, part), shape)
+    origin = inputs.dataset.origin
+    if features is not None or origin is None:
+        return features
+    rows = {"train": origin.train, "test": origin.test}[part]
+    whole = inputs._replace(dataset=inputs.dataset._replace(digest=origin.digest))
+    shape = (len(origin.train) + len(origin.test), shape[1])
+    features = _intact(feature_file(options, whole, "train"), shape)
+    if features is None:
+        return None
+    return features[rows]
+
+
+def _intact(path: Path, shape: tuple[int, int]) -> Float[np.ndarray, "N D"] | None:
+    """Return the features of a file; None without one, or if they are damaged or of another shape."""
     try:
-        with open_regular(feature_file(options, inputs, part)) as stream, np.load(stream) as file:
+        with open_regular(path) as stream, np.load(stream) as file:
             features = file["features"]
             sha256 = str(file["sha256"])
     # anything: a damaged file meets the parsers of zip and npy. They are computed again.
     except Exception:
         return None
-    expected = (len(labels), inputs.backbone.config.width)
-    if features.shape != expected or features.dtype != np.float32 or sha256 != _sha256(features):
+    if features.shape != shape or features.dtype != np.float32 or sha256 != _sha256(features):
         return None
     return features
 

@@ -14,6 +14,17 @@ from fcljax.data.kinds import Kind, take
 from fcljax.errors import InputError
 
 
+class Origin(NamedTuple):
+    """The data set from whose training examples both splits were taken."""
+
+    digest: str
+    """Of its examples, before examples were held out."""
+    train: Int[np.ndarray, " N"]
+    """The indices of its training examples that stay training examples."""
+    test: Int[np.ndarray, " M"]
+    """The indices of those that replace the test examples."""
+
+
 class Dataset(NamedTuple):
     """Labelled examples, all of one size within a split.
 
@@ -47,6 +58,7 @@ class Dataset(NamedTuple):
     kind: Kind | None = None  # None: images
     # the number of each class in the whole data set, where only some classes are used
     numbers: tuple[int, ...] | None = None
+    origin: Origin | None = None  # None: no examples were held out
 
 
 class TextExamples(NamedTuple):

@@ -28,7 +28,7 @@ from fcljax.data.files.arrays import ARRAYS
 from fcljax.data.files.arrow_files import SUFFIXES as TABLES
 from fcljax.data.files.class_folders import folder_of_classes
 from fcljax.data.files.csv_files import csv_dataset
-from fcljax.data.files.dataset import Dataset, image_names, prepared_columns, with_part_of_training
+from fcljax.data.files.dataset import Dataset, Origin, image_names, prepared_columns, with_part_of_training
 from fcljax.data.files.list_files import list_of_files
 from fcljax.data.files.listings import NAMED
 from fcljax.data.files.mixtures import mixed
@@ -75,6 +75,7 @@ def hold_out(dataset: Dataset, share: float) -> Dataset:
         size_test=tested.size_train,
         columns_test=tested.columns,
         digest=hashlib.sha256(f"{dataset.digest} without {share}".encode()).hexdigest(),
+        origin=Origin(dataset.digest, train_indices, held_out),
     )
 
 
