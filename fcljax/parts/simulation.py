@@ -290,7 +290,8 @@ def _checked_losses(loss: Any, model: Any, batch: Batch, key: PRNGKeyArray) -> F
     """
     try:
         losses = _losses(loss, model, batch.input, batch.label, key)
-    except InputError:
+    # a traced value that outlived its trace has a line of its own (`leaks_in_one_line`)
+    except (InputError, jax.errors.UnexpectedTracerError):
         raise
     except Exception as error:
         raise InputError(f"loss: {describe(loss)}: {reason(error)}") from error

@@ -230,7 +230,8 @@ def make_metric(
     def of_examples(state: PyTree, x: Any, y: Array) -> tuple[Array, Array]:
         try:
             values = measured(model_of(state), x, y)
-        except InputError:
+        # a traced value that outlived its trace has a line of its own (`leaks_in_one_line`)
+        except (InputError, jax.errors.UnexpectedTracerError):
             raise
         except Exception as error:  # a user's function may raise anything
             raise InputError(f"evaluate: {_named(evaluate)}: {reason(error)}") from error
