@@ -129,7 +129,7 @@ class Lies:
         self.answers = 0
         self.what = "nothing yet"
         self.is_possible = False
-        """Whether only parameters were changed, to finite ones."""
+        """Whether only parameters were changed, to finite ones, or sums of features to possible ones."""
 
     def __call__(self, content: Any, is_hello: bool) -> None:
         if is_hello:
@@ -174,7 +174,10 @@ class Lies:
             record[name] = Array(np.asarray(_changed(values, how, self.seed), values.dtype))
         self.what = f"{name} {how}"
         # the sums and what is gathered are checked; parameters and their mean are the rule's
-        self.is_possible = how not in ("nan", "inf") and not name.startswith((".sum", ".weight"))
+        parameters = how not in ("nan", "inf") and not name.startswith((".sum", ".weight"))
+        # features have any sign, and their outer products stay: what `--attack gram` sends
+        negated = how == "negative" and name.endswith((".feature", ".responses"))
+        self.is_possible = parameters or negated
 
 
 def _changed(values: np.ndarray, how: str, seed: int) -> Any:

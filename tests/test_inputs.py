@@ -321,21 +321,6 @@ def test_features_are_kept_under_all_that_decides_them(inputs, features, tmp_pat
     )
 
 
-def test_a_field_that_a_later_version_adds_changes_no_name_of_kept_features(inputs, tmp_path):
-    cfg = dataclasses.replace(SMALL, data_dir=str(tmp_path))
-
-    def file_of(config):
-        return feature_file(cfg, inputs._replace(backbone=inputs.backbone._replace(config=config)), "test")
-
-    later = dataclasses.make_dataclass(
-        "ViTConfig", [("added", int, dataclasses.field(default=0))], bases=(ViTConfig,), frozen=True
-    )
-    fields = dataclasses.asdict(inputs.backbone.config) | {"kernel": inputs.backbone.config.kernel}
-    now = file_of(inputs.backbone.config)
-    assert file_of(later(**fields)) == now != file_of(later(**fields, added=1))
-    assert file_of(dataclasses.replace(inputs.backbone.config, epsilon=1e-5)) != now
-
-
 def test_held_out_splits_take_rows_of_the_whole_data_set_s_features(inputs, tmp_path):
     cfg = dataclasses.replace(SMALL, data_dir=str(tmp_path))
     held_out = inputs._replace(dataset=hold_out(inputs.dataset, 0.25))

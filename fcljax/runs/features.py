@@ -5,14 +5,13 @@ them to files, which later runs read.
 """
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -231,9 +230,9 @@ def feature_file(options: InputConfig, inputs: Inputs, part: Part) -> Path:
     """
     facts = {
         "weights": inputs.backbone.digest,
-        "network": _without_defaults(inputs.backbone.config),
+        "network": repr(inputs.backbone.config),
         "positions": options.positions,
-        "view": _without_defaults(inputs.preprocess),
+        "view": repr(inputs.preprocess),
         "images": inputs.dataset.digest,
         "split": part,
         "batch": options.eval_batch_size,
@@ -244,21 +243,6 @@ def feature_file(options: InputConfig, inputs: Inputs, part: Part) -> Path:
         facts["devices"] = options.devices
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return data_folder(options.data_dir) / "features" / f"{name}.npz"
-
-
-def _without_defaults(value: Any) -> Any:
-    """Return the fields of a dataclass that differ from their defaults; of other values the text.
-
-    So files keep their names where a later version adds a field.
-    """
-    if not dataclasses.is_dataclass(value):
-        return repr(value)
-    facts = {"type": type(value).__name__}
-    for field in dataclasses.fields(value):
-        field_value = getattr(value, field.name)
-        if field.repr and field_value != field.default:
-            facts[field.name] = _without_defaults(field_value)
-    return facts
 
 
 def saved_features(options: InputConfig, inputs: Inputs, part: Part) -> Float[np.ndarray, "N D"] | None:
