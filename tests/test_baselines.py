@@ -362,7 +362,6 @@ def test_fedncm_asks_everybody_once_before_a_task_and_plays_no_other_round():
     ]
 
 
-@pytest.mark.long
 def test_fedncm_s_means_are_those_of_all_rows_together_however_many_rounds_there_are():
     sums = history("fedncm")[3][0].params.classifier.sums
     held = np.concatenate([partition.indices for partition in PARTITIONS])

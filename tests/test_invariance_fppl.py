@@ -36,7 +36,6 @@ from fcljax.models.heads import cosine
 from fcljax.models.vit import apply_vit
 from fcljax.types import Batch
 
-pytestmark = pytest.mark.long  # of every method: test_conformance.py
 EPOCHS, BATCH, RATE = 2, 4, 1e-3
 OPTIONS = dict(epochs=EPOCHS, batch_size=BATCH, lr=RATE, prompt_length=3, prompt_blocks=2, server_epochs=2)
 ALONE = partition_of(STREAM[1], (22, 0, 0, 0))
