@@ -20,7 +20,7 @@ from small_runs import OPTIONS, assert_same_run
 from fcljax import cli, config
 from fcljax.config import InputConfig
 from fcljax.data.augment import clean_view, train_view
-from fcljax.data.files.dataset import Dataset
+from fcljax.data.files.dataset import Dataset, with_part_of_training
 from fcljax.data.files.sources import hold_out
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
@@ -32,6 +32,7 @@ from fcljax.models.weights.pretrained import save_native
 from fcljax.options import SurrogateOptions
 from fcljax.pixels import NORMALISE, from_unit
 from fcljax.runs import build, machine
+from fcljax.runs.early_stop import hold_out_training
 from fcljax.runs.features import feature_file, frozen_features, save_features, saved_features
 from fcljax.runs.inputs import inputs_of, load_inputs, make_splits, read_clean, surrogate_images
 from fcljax.types import Phase, Upload, View
@@ -334,6 +335,11 @@ def test_held_out_splits_take_rows_of_the_whole_data_set_s_features(inputs, tmp_
         expected = image.reshape(len(image), -1).mean(axis=1, dtype=np.float32)
         np.testing.assert_array_equal(saved_features(cfg, held_out, part)[:, 0], expected)
     assert saved_features(cfg, inputs, "test") is None
+    fewer = with_part_of_training(held_out.dataset, np.arange(5))
+    assert saved_features(cfg, held_out._replace(dataset=fewer), "train") is None
+    # with --stop-when-flat the test images stay
+    reduced, _ = hold_out_training(inputs.dataset)
+    assert saved_features(cfg, inputs._replace(dataset=reduced), "test") is None
 
 
 def other_number(content):

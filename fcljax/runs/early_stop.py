@@ -56,6 +56,8 @@ def hold_out_training(dataset: Dataset) -> tuple[Dataset, Dataset]:
         size_test=dataset.size_test,
         columns_test=dataset.columns_test,
         digest=digest,
+        # the test examples are those of the data set, no training examples
+        origin=None,
     )
     return reduced, validated
 

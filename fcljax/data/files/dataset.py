@@ -101,6 +101,8 @@ def with_part_of_training(dataset: Dataset, indices: Int[np.ndarray, " n"]) -> D
         columns={name: values[indices] for name, values in dataset.columns.items()},
         kept=kept,
         whole=dataset.whole or len(dataset.y_train),
+        # its rows would be those of more examples
+        origin=None,
     )
 
 
