@@ -176,7 +176,7 @@ class Lies:
         # the sums and what is gathered are checked; parameters and their mean are the rule's
         parameters = how not in ("nan", "inf") and not name.startswith((".sum", ".weight"))
         # features have any sign, and their outer products stay: what `--attack gram` sends
-        negated = how == "negative" and name.endswith((".feature", ".responses"))
+        negated = how == "negative" and name.endswith(".feature")
         self.is_possible = parameters or negated
 
 

@@ -596,6 +596,8 @@ def test_steps_of_joined_arrays_are_those_of_each_array(inner):
         (one, first), (other, second) = (
             jax.jit(by.update)(gradient, state) for by, state in zip((inner, joined), states, strict=True)
         )
+        if jax.__version_info__ < (0, 12):
+            same(one, other)
         # jax 0.12 rounds the last bit differently
         jax.tree.map(functools.partial(np.testing.assert_array_max_ulp, maxulp=1), one, other)
         states = first, second

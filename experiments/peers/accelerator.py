@@ -143,12 +143,8 @@ def rate_of_gelu(work: Work, repeats: int) -> Found:
     def layer(x: jax.Array) -> jax.Array:
         return function(x.astype(jnp.float32)).astype(x.dtype)
 
-    def both(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out, back = jax.vjp(layer, x)
-        return out, *back(gradient)
-
     alone = timed(in_a_row(lambda x: (layer(x),), arrays[:1]), repeats)
-    with_its_gradient = timed(in_a_row(both, arrays), repeats)
+    with_its_gradient = timed(in_a_row(with_gradient(layer), arrays), repeats)
     images = LAYERS * work.batch
     return with_its_gradient.rates(images) | {"forward_images_s": images / alone.median}
 
@@ -272,11 +268,12 @@ def distance(found: jax.Array, exact: jax.Array) -> float:
     return float(jnp.max(jnp.abs(found - exact)) / jnp.max(jnp.abs(exact)))
 
 
-def with_gradient(attend: Attend) -> Callable[..., tuple[jax.Array, ...]]:
-    """Of queries, keys, values and the result's gradient: three gradients and the result."""
+def with_gradient(layer: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:
+    """Of a layer's inputs and the result's gradient: a gradient for each input, and the result."""
 
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array) -> tuple[jax.Array, ...]:
-        out, back = jax.vjp(attend, q, k, v)
+    def both(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        *inputs, gradient = arrays
+        out, back = jax.vjp(layer, *inputs)
         return (*back(gradient), out)
 
     return both
