@@ -146,6 +146,22 @@ def test_a_run_is_the_same_with_and_without_gram_matrices(options):
     np.testing.assert_allclose(few.params.classifier.weights, gram.params.classifier.weights, atol=2e-4)
 
 
+def test_many_examples_have_the_directions_of_their_gram_matrix_without_its_whole_decomposition(monkeypatch):
+    monkeypatch.setattr(module, "EXACT", 32)
+    decomposed, eigh = [], jnp.linalg.eigh
+
+    def recorded(matrix):
+        decomposed.append(matrix.shape)
+        return eigh(matrix)
+
+    monkeypatch.setattr(jnp.linalg, "eigh", recorded)
+    h = (np.random.default_rng(0).normal(size=(40, 48)) * 2.0 ** -np.arange(40)[:, None]).astype(np.float32)
+    examples = module.Examples(jnp.asarray(h), jnp.zeros((48, 5)), jnp.int32(40))
+    factor = np.asarray(module.summary_of_examples(examples, 5).factor, np.float64)
+    np.testing.assert_allclose(factor @ factor.T, low_rank(h.T @ h, 5), atol=1e-3)
+    assert decomposed == [(15, 15)]  # 5 directions and 10 beyond them, of 40 rows
+
+
 def test_more_examples_than_promised_are_refused_and_not_dropped():
     few = module.no_examples(2, 4, 5)
     few = module.keep_examples(few, jnp.ones((3, 4)), jnp.zeros(3, jnp.int32), jnp.ones(3, bool))

@@ -21,6 +21,7 @@ server keeps all directions: the classifier is then FedRanPAC's with a fixed rid
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -60,6 +61,7 @@ LABELS = 1
 SKETCH = 2
 ITERATIONS = 4  # of the subspace iteration
 OVERSAMPLING = 10  # directions beyond the requested rank, so that the last ones converge too
+EXACT = 512  # rows of a matrix whose eigenvectors are computed without iterations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,8 +201,7 @@ def summary_of_examples(total: Examples, rank: int) -> Summary:
     They come from the small matrix H H^T = U S U^T [n, n]: if H^T H = V S V^T, then
     V S^(1/2) = H^T U.
     """
-    _, vectors = jnp.linalg.eigh(exact_matmul(total.h, total.h.T))
-    largest = vectors[:, ::-1][:, :rank]  # eigenvalues ascend
+    largest = largest_of_examples(total.h, rank)
     factor = exact_matmul(total.h.T, largest)
     # all clients send `rank` columns; with fewer examples the rest are zeros
     factor = jnp.pad(factor, ((0, 0), (0, rank - factor.shape[1])))
@@ -209,6 +210,18 @@ def summary_of_examples(total: Examples, rank: int) -> Summary:
     factor = jnp.where(total.count <= len(total.h), factor, jnp.nan)
     trace = jnp.sum(total.h**2)
     return Summary(factor, total.products, total.count.astype(jnp.float32), trace)
+
+
+def largest_of_examples(h: Float[Array, "n M"], rank: int) -> Float[Array, "n r"]:
+    """Return the eigenvectors of H H^T with the largest eigenvalues, exactly for few rows."""
+    if len(h) <= EXACT:
+        _, vectors = jnp.linalg.eigh(exact_matmul(h, h.T))
+        return vectors[:, ::-1][:, :rank]  # eigenvalues ascend
+
+    def times(vectors: Array) -> Array:
+        return exact_matmul(h, exact_matmul(h.T, vectors))
+
+    return largest_eigenvectors(times, len(h), rank)[1]
 
 
 def has_label(index: Int[Array, " batch"], share: float) -> Bool[Array, " batch"]:
@@ -225,27 +238,39 @@ def summary_of(moments: Moments, rank: int) -> Summary:
 
 
 def largest_directions(gram: Float[Array, "M M"], rank: int) -> Float[Array, "M r"]:
-    """Return U S^(1/2) of the largest eigenvalues S, by subspace iteration.
+    """Return U S^(1/2) of the largest eigenvalues S, by subspace iteration."""
+    values, vectors = largest_eigenvectors(functools.partial(exact_matmul, gram), len(gram), rank)
+    # rounding makes tiny eigenvalues negative, whose root would be NaN
+    factor = vectors * jnp.sqrt(jnp.maximum(values, 0))
+    return jnp.pad(factor, ((0, 0), (0, rank - factor.shape[1])))
+
+
+def largest_eigenvectors(
+    times: Callable[[Float[Array, "n k"]], Float[Array, "n k"]], size: int, rank: int
+) -> tuple[Float[Array, " r"], Float[Array, "n r"]]:
+    """Return the largest eigenvalues of a Gram matrix and their vectors, by subspace iteration.
 
     The result is exact where the matrix has no more directions, else up to directions
     whose eigenvalues are nearly equal.
+
+    Args:
+      times: the product of the matrix [n, n] and vectors.
+      size: n.
+      rank: number r of eigenvalues, at most n.
     """
-    width = len(gram)
-    directions = min(rank + OVERSAMPLING, width)
+    directions = min(rank + OVERSAMPLING, size)
     # a fixed start, so that the result depends on the Gram matrix alone
-    start = jax.random.normal(jax.random.key(SKETCH), (width, directions))
+    start = jax.random.normal(jax.random.key(SKETCH), (size, directions))
 
     def iterate(_: Array, basis: Array) -> Array:
         # without QR all columns would turn to the largest direction
-        return jnp.linalg.qr(exact_matmul(gram, basis))[0]
+        return jnp.linalg.qr(times(basis))[0]
 
     basis = jax.lax.fori_loop(0, ITERATIONS, iterate, jnp.linalg.qr(start)[0])
     # Rayleigh-Ritz: eigenvectors of the matrix restricted to the subspace
-    values, vectors = jnp.linalg.eigh(exact_matmul(basis.T, exact_matmul(gram, basis)))
-    # rounding makes tiny eigenvalues negative, whose root would be NaN
-    factor = exact_matmul(basis, vectors) * jnp.sqrt(jnp.maximum(values, 0))
-    factor = factor[:, ::-1][:, :rank]  # eigenvalues ascend
-    return jnp.pad(factor, ((0, 0), (0, rank - factor.shape[1])))
+    values, vectors = jnp.linalg.eigh(exact_matmul(basis.T, times(basis)))
+    # eigenvalues ascend
+    return values[::-1][:rank], exact_matmul(basis, vectors)[:, ::-1][:, :rank]
 
 
 def possible_summary(
