@@ -92,8 +92,11 @@ def one_line(text: str) -> str:
 def reason(error: BaseException) -> str:
     """Return kind and message of an exception, in one line of at most 200 characters.
 
-    A plain ValueError gives its message alone, which says enough.
+    A plain ValueError gives its message alone, which says enough. numpy advises to load
+    what it cannot read by pickle, which would execute it; that is not repeated.
     """
+    if "allow_pickle" in str(error):
+        return "it is not in numpy's format, or holds pickled objects, which are never read"
     text = f"{type(error).__name__}: {error}"
     if type(error) is ValueError and str(error):
         text = str(error)

@@ -39,6 +39,7 @@ ON_DISK = 0.1  # seconds, what takes longer to compile is kept there
 # what the user has prepared must not decide a test
 os.environ["FCLJAX_DATA"] = str(SCRATCH / f"data-{os.getpid()}")
 os.environ |= {
+    "OPENBLAS_NUM_THREADS": "1",  # the processes of pytest-xdist share the cores
     "JAX_COMPILATION_CACHE_DIR": str(SCRATCH / "compiled"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(ON_DISK),
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -38,6 +38,7 @@ from fcljax.parts.client import (
 )
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import Learner, Loss, Output, Params
+from fcljax.parts.optimisers import Adam
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.types import Batch, ClientContext, ClientInfo, Sizes, Task
 
@@ -289,6 +290,7 @@ def test_tables_of_options_have_each_field_with_its_help_and_the_default_that_ru
         assert all(not row.endswith("|  |") and "|  |" not in row for row in rows), method
     rows = hooks().table(config.RunConfig, config.preset("pilora"))
     assert "| `--clip-norm` | no clipping | L2 norm" in rows
+    rows = hooks().table(Adam, config.preset("pilora"))
     assert "| `--weight-decay` | `1e-05` |" in rows  # of the preset; the dataclass has 0
 
 

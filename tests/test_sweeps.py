@@ -91,6 +91,19 @@ def test_so_many_at_a_time_each_on_a_device_of_its_own_and_a_failure_ends_nothin
     assert start.log[0][1] == "0" and start.log[1][1] == "3"
 
 
+@pytest.mark.parametrize(
+    ("engine", "at_a_time", "wanted"),
+    [("local", 1, None), ("local", 2, "4"), ("local", 3, "2"), ("local", 20, "1"), ("slurm", 2, None)],
+)
+def test_runs_at_a_time_share_the_cores_of_this_machine(engine, at_a_time, wanted, here, monkeypatch):
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    monkeypatch.setattr(sweeps.os, "cpu_count", lambda: 8)
+    ways = sweeps.Ways([None] * at_a_time, engine)
+    assert sweeps.sharing_cores(job("a"), ways).environment.get("OPENBLAS_NUM_THREADS") == wanted
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")  # a user's own value stays
+    assert "OPENBLAS_NUM_THREADS" not in sweeps.sharing_cores(job("a"), ways).environment
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_passed_on_and_waited_for(number, quick):
     start, codes = Fake({}, steps=1000), {}

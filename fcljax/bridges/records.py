@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fcljax.errors import InputError, install_command, nearest
+from fcljax.errors import InputError, install_command, nearest, reason
 from fcljax.files import atomic, open_regular
 
 try:
@@ -143,7 +143,9 @@ def load_records(path: Path) -> dict[str, ArrayRecord]:
                 records[record_name][name] = Array(dtype, tuple(shape), NUMPY, file[f"arr_{i}"].tobytes())
     # a damaged file may raise anything in the parsers of zip, npy and json
     except Exception as error:
-        raise InputError(f"state-dir: {str(path)!r} is damaged: {error}; remove it to start again") from None
+        raise InputError(
+            f"state-dir: {str(path)!r} is damaged: {reason(error)}; remove it to start again"
+        ) from None
     return records
 
 
@@ -211,7 +213,7 @@ def _plain(
         return np.frombuffer(array.data, dtype, offset=stream.tell()).reshape(shape)
     # numpy reads headers by Python's parser, which raises more than ValueError
     except Exception as error:
-        raise InputError(f"{where} is damaged: {error}") from None
+        raise InputError(f"{where} is damaged: {reason(error)}") from None
 
 
 def _check_names(names: Collection[str], expected: Collection[str], what: str) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Bool, Int
 
-from fcljax.errors import InputError
+from fcljax.errors import InputError, reason
 from fcljax.files import atomic
 from fcljax.runs.hosts import ALONE, Hosts
 from fcljax.types import PyTree, ReplayBuffer
@@ -593,7 +593,7 @@ def _load_task(path: Path, sha256: str, template: ReplayBuffer) -> ReplayBuffer:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"resume: {str(path)!r} cannot be read: {error}") from None
+        raise InputError(f"resume: {str(path)!r} cannot be read: {reason(error)}") from None
     paths, structure = jax.tree_util.tree_flatten_with_path(template)
     count = len(arrays.get(".label", ()))
     leaves = []

@@ -39,6 +39,7 @@ SETTINGS = "settings"
 LOGS = "logs"
 RESULT = "sweep.json"
 SECONDS = 0.2  # between two checks of the running processes
+THREADS = "OPENBLAS_NUM_THREADS"  # threads of decompositions in numpy, scipy and JAX on a CPU
 
 
 class Outcome(NamedTuple):
@@ -104,7 +105,8 @@ def sweep(
                 engines.engine(ways.engine, ways.slurm, ways.ray, out / LOGS / "engine") as start,
                 _watched(runs, out, console) as watch,
             ):
-                run_all([job_of(run, out, ways.options) for run in todo], start, ways.slots, codes, watch)
+                jobs = [sharing_cores(job_of(run, out, ways.options), ways) for run in todo]
+                run_all(jobs, start, ways.slots, codes, watch)
         # also after Ctrl-C: what is finished by then is in the result
         finally:
             outcomes = {run.name: outcome(run, out, codes.get(run.name)) for run in runs}
@@ -286,6 +288,20 @@ def on_device(job: Job, device: str | None) -> Job:
     if device is None:
         return job
     return job._replace(environment=dict(job.environment) | {"CUDA_VISIBLE_DEVICES": device})
+
+
+def sharing_cores(job: Job, ways: Ways) -> Job:
+    """Return a job whose linear algebra takes its share of this machine's cores, if several
+    runs execute here at a time.
+
+    Threads of OpenBLAS wait for each other at every step of a decomposition. With more threads
+    than cores a decomposition takes many times as long.
+    """
+    at_a_time = len(ways.slots)
+    if ways.engine != "local" or at_a_time == 1 or THREADS in os.environ:
+        return job
+    share = max(1, (os.cpu_count() or 1) // at_a_time)
+    return job._replace(environment=dict(job.environment) | {THREADS: str(share)})
 
 
 def _ended(running: Mapping[str, tuple[ClusterTask, str | None]]) -> dict[str, int]:
