@@ -92,16 +92,35 @@ def test_so_many_at_a_time_each_on_a_device_of_its_own_and_a_failure_ends_nothin
 
 
 @pytest.mark.parametrize(
-    ("engine", "at_a_time", "wanted"),
-    [("local", 1, None), ("local", 2, "4"), ("local", 3, "2"), ("local", 20, "1"), ("slurm", 2, None)],
+    ("engine", "slots", "runs", "wanted"),
+    [
+        ("local", 1, 9, None),
+        ("local", 2, 9, "4"),
+        ("local", 3, 9, "2"),
+        ("local", 20, 20, "1"),
+        ("local", 20, 2, "4"),
+        ("local", 20, 1, None),
+        ("slurm", 2, 9, None),
+    ],
 )
-def test_runs_at_a_time_share_the_cores_of_this_machine(engine, at_a_time, wanted, here, monkeypatch):
+def test_runs_at_a_time_share_the_cores_of_this_machine(engine, slots, runs, wanted, monkeypatch):
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     monkeypatch.setattr(sweeps.os, "cpu_count", lambda: 8)
-    ways = sweeps.Ways([None] * at_a_time, engine)
-    assert sweeps.sharing_cores(job("a"), ways).environment.get("OPENBLAS_NUM_THREADS") == wanted
+    ways = sweeps.Ways([None] * slots, engine)
+    given = sweeps.sharing_cores(job("a"), ways, runs).environment
+    assert given.get("OPENBLAS_NUM_THREADS") == wanted
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")  # a user's own value stays
-    assert "OPENBLAS_NUM_THREADS" not in sweeps.sharing_cores(job("a"), ways).environment
+    assert "OPENBLAS_NUM_THREADS" not in sweeps.sharing_cores(job("a"), ways, runs).environment
+
+
+def test_a_sweep_gives_its_runs_their_share_of_the_cores(here, monkeypatch):
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    monkeypatch.setattr(sweeps.os, "cpu_count", lambda: 8)
+    started = []
+    monkeypatch.setattr(sweeps, "run_all", lambda jobs, *_: started.extend(jobs))
+    Path("two.yaml").write_text(TWO)
+    cli.main(["sweep", "two.yaml", "--out", "out", "--jobs", "2"])
+    assert [each.environment["OPENBLAS_NUM_THREADS"] for each in started] == ["4", "4"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

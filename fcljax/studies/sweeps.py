@@ -105,7 +105,7 @@ def sweep(
                 engines.engine(ways.engine, ways.slurm, ways.ray, out / LOGS / "engine") as start,
                 _watched(runs, out, console) as watch,
             ):
-                jobs = [sharing_cores(job_of(run, out, ways.options), ways) for run in todo]
+                jobs = [sharing_cores(job_of(run, out, ways.options), ways, len(todo)) for run in todo]
                 run_all(jobs, start, ways.slots, codes, watch)
         # also after Ctrl-C: what is finished by then is in the result
         finally:
@@ -290,14 +290,14 @@ def on_device(job: Job, device: str | None) -> Job:
     return job._replace(environment=dict(job.environment) | {"CUDA_VISIBLE_DEVICES": device})
 
 
-def sharing_cores(job: Job, ways: Ways) -> Job:
+def sharing_cores(job: Job, ways: Ways, runs: int) -> Job:
     """Return a job whose linear algebra takes its share of this machine's cores, if several
-    runs execute here at a time.
+    of these runs execute here at a time.
 
     Threads of OpenBLAS wait for each other at every step of a decomposition. With more threads
     than cores a decomposition takes many times as long.
     """
-    at_a_time = len(ways.slots)
+    at_a_time = min(len(ways.slots), runs)
     if ways.engine != "local" or at_a_time == 1 or THREADS in os.environ:
         return job
     share = max(1, (os.cpu_count() or 1) // at_a_time)
