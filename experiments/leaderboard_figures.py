@@ -10,9 +10,8 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from fcljax.methods import METHODS
 from fcljax.results import figures
-from fcljax.studies.leaderboard import NOTHING_SENT
+from fcljax.studies.leaderboard import drawing
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "results" / "leaderboard.md"
@@ -46,30 +45,23 @@ def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def marks(page: str, heading: str) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-    """Return MB and A_last of the methods that communicate, and A_last of those that do not."""
-    points = {}
-    levels = {}
+def results_of(page: str, heading: str) -> dict[str, tuple[float, float]]:
+    """Return MB and A_last of each method."""
+    results = {}
     for row in rows_of(page, heading):
         # signs behind the name say where the row was measured
         method = row["method"].split()[0]
-        a_last = float(row["A_last"].split()[0])
-        megabytes = float(row["MB"])
-        if METHODS[method].one_client or megabytes <= NOTHING_SENT:
-            levels[method] = a_last
-        else:
-            points[method] = (megabytes, a_last)
-    return points, levels
+        results[method] = (float(row["MB"]), float(row["A_last"].split()[0]))
+    return results
 
 
 def main() -> None:
     """Draw all figures into docs/images."""
     page = PAGE.read_text()
     for heading, name in FIGURES.items():
-        points, levels = marks(page, heading)
-        drawing = figures.scatter(points, "MB per client in the whole run", "A_last (%)", True, levels)
-        figures.save(DOCS / "images" / name, drawing)
-        print(f"{name}: {len(points)} methods, {len(levels)} levels")
+        results = results_of(page, heading)
+        figures.save(DOCS / "images" / name, drawing(results))
+        print(f"{name}: {len(results)} methods")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ sys.path.append(str(small_runs.ROOT / "experiments"))
 
 import leaderboard_figures as module
 
+from fcljax.studies.leaderboard import marks
+
 PAGE = """# Page
 
 ## First
@@ -30,15 +32,15 @@ Text before | the table.
 
 
 def test_rows_are_markers_and_bounds_are_levels():
-    points, levels = module.marks(PAGE, "## First")
+    points, levels = marks(module.results_of(PAGE, "## First"))
     assert points == {"ewc": (1.12, 61.88)}
     assert levels == {"centralised": 82.0, "local": 30.5}
-    assert module.marks(PAGE, "## Second") == ({"fppl": (2.0, 50.0)}, {})
+    assert marks(module.results_of(PAGE, "## Second")) == ({"fppl": (2.0, 50.0)}, {})
 
 
 @pytest.mark.parametrize("heading", module.FIGURES)
 def test_every_row_of_the_page_can_be_drawn(heading):
     page = module.PAGE.read_text()
-    points, levels = module.marks(page, heading)
+    points, levels = marks(module.results_of(page, heading))
     assert len(points) + len(levels) == len(list(module.rows_of(page, heading))) >= 5
     assert f"images/{module.FIGURES[heading]})" in page

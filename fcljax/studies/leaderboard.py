@@ -424,25 +424,43 @@ def write(
         for row in rows
     ]
     write_json(out / DATA, {"command": command, "rows": content})
+    results = {}
+    for row in ranked(rows):
+        results[row.method] = (row.megabytes, 100 * float(np.mean(row.values("A_last"))))
+    if results:
+        figures.save(out / FIGURE, drawing(results))
+
+
+def drawing(results: Mapping[str, tuple[float, float]]) -> figures.Figure:
+    """Draw the accuracy of methods over what their clients exchange.
+
+    Args:
+      results: method -> MB of a client in the whole run, and A_last in %.
+    """
+    points, levels = marks(results)
+    return figures.scatter(points, "MB per client in the whole run", "A_last (%)", True, levels)
+
+
+def marks(
+    results: Mapping[str, tuple[float, float]],
+) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+    """Return MB and A_last of the methods that communicate, and A_last of those that do not."""
     points = {}
     levels = {}
-    for row in ranked(rows):
-        percent = 100 * float(np.mean(row.values("A_last")))
+    for method, (megabytes, a_last) in results.items():
         # a bound such as local training has no place on a logarithmic axis of MB: it is
         # drawn as a level across the figure
-        if _communicates(row):
-            points[row.method] = (row.megabytes, percent)
+        if _communicates(method, megabytes):
+            points[method] = (megabytes, a_last)
         else:
-            levels[row.method] = percent
-    if points or levels:
-        drawing = figures.scatter(points, "MB per client in the whole run", "A_last (%)", True, levels)
-        figures.save(out / FIGURE, drawing)
+            levels[method] = a_last
+    return points, levels
 
 
-def _communicates(row: Standing) -> bool:
-    """Check whether the row is a federation that sends parameters, not a bound."""
-    one_client = row.method in METHODS and METHODS[row.method].one_client
-    return not one_client and row.megabytes > NOTHING_SENT
+def _communicates(method: str, megabytes: float) -> bool:
+    """Check whether the method is a federation that sends parameters, not a bound."""
+    one_client = method in METHODS and METHODS[method].one_client
+    return not one_client and megabytes > NOTHING_SENT
 
 
 def _numbers(row: Standing) -> dict[str, Any]:

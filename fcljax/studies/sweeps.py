@@ -287,7 +287,7 @@ def on_device(job: Job, device: str | None) -> Job:
     """Return a job that sees only one GPU; None: the job itself."""
     if device is None:
         return job
-    return job._replace(environment=dict(job.environment) | {"CUDA_VISIBLE_DEVICES": device})
+    return with_variable(job, "CUDA_VISIBLE_DEVICES", device)
 
 
 def sharing_cores(job: Job, ways: Ways, runs: int) -> Job:
@@ -301,7 +301,12 @@ def sharing_cores(job: Job, ways: Ways, runs: int) -> Job:
     if ways.engine != "local" or at_a_time == 1 or THREADS in os.environ:
         return job
     share = max(1, (os.cpu_count() or 1) // at_a_time)
-    return job._replace(environment=dict(job.environment) | {THREADS: str(share)})
+    return with_variable(job, THREADS, str(share))
+
+
+def with_variable(job: Job, name: str, value: str) -> Job:
+    """Return a job with one more variable in its environment."""
+    return job._replace(environment={**job.environment, name: value})
 
 
 def _ended(running: Mapping[str, tuple[ClusterTask, str | None]]) -> dict[str, int]:
