@@ -9,6 +9,8 @@ from typing import Any
 NOT_FINITE = "loss_not_finite"
 # cross-entropy of training batches, among the classes that compete
 CROSS_ENTROPY = "train_cross_entropy"
+# share of training batches' examples that are predicted correctly, among the same classes
+ACCURACY = "train_accuracy"
 # L2 norm of a step's gradient, where the loss has several terms
 GRADIENT_NORM = "gradient_norm"
 # prefix of a term's name: the norm of its gradient over the sum of all terms' norms
@@ -89,22 +91,38 @@ def _worse_than_guessing(lines: Sequence[Line]) -> list[str]:
     """Warn of tasks that end with a cross-entropy above that of a uniform guess."""
     # the last line of each task replaces the earlier ones
     last_line = {line["task"]: line for line in lines if "task" in line}
-    worse = {task: line for task, line in last_line.items() if above_guessing(line)}
+    worse = [line for line in last_line.values() if above_guessing(line)]
     if not worse:
         return []
-    # the worst task is reported
-    task, line = max(worse.items(), key=lambda item: item[1][CROSS_ENTROPY] / math.log(item[1][CLASSES]))
-    guess = math.log(line[CLASSES])
+    # the worst task is reported, if there is one among those that diverged
+    diverged_first = [line for line in worse if not _is_accurate(line)] or worse
+    line = max(diverged_first, key=_over_guessing)
     measurement = (
         f"at the end of {len(worse)} of {len(last_line)} tasks the clients' cross-entropy is worse than "
-        f"guessing; in task {task + 1} it is {line[CROSS_ENTROPY]:.3g}, and guessing among {line[CLASSES]} "
-        f"classes gives {guess:.3g}"
+        f"guessing; in task {line['task'] + 1} it is {line[CROSS_ENTROPY]:.3g}, and guessing among "
+        f"{line[CLASSES]} classes gives {math.log(line[CLASSES]):.3g}"
     )
     # softmax over distances to prototypes can be nearly uniform where the nearest one is
     # right, so a loss near a guess' is no divergence
-    if line[CROSS_ENTROPY] < NEAR_GUESSING * guess:
+    if _over_guessing(line) < NEAR_GUESSING:
         return [f"warning: {measurement}: the predicted probabilities are nearly uniform"]
+    if _is_accurate(line):
+        return [
+            f"warning: {measurement}: {100 * line[ACCURACY]:.3g} % of the predictions are right, but the "
+            f"wrong ones are too confident"
+        ]
     return [f"warning: training diverged: {measurement}; lower the learning rates (--lr and the adapter's)"]
+
+
+def _over_guessing(line: Line) -> float:
+    """Return a round's cross-entropy over that of a uniform guess."""
+    return line[CROSS_ENTROPY] / math.log(line[CLASSES])
+
+
+def _is_accurate(line: Line) -> bool:
+    """Check whether more predictions are right than halfway from guessing to all of them."""
+    accuracy = line.get(ACCURACY)
+    return accuracy is not None and accuracy > (1 + 1 / line[CLASSES]) / 2
 
 
 def above_guessing(line: Line) -> bool:

@@ -18,7 +18,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError, choose
-from fcljax.federated.health import CROSS_ENTROPY, GRADIENT_NORM, NOT_FINITE
+from fcljax.federated.health import ACCURACY, CROSS_ENTROPY, GRADIENT_NORM, NOT_FINITE
 from fcljax.federated.sums import joined
 from fcljax.parts.learner import (
     Learner,
@@ -481,7 +481,7 @@ def step_metrics(
     labels_are_classes = batch.label.ndim == 1 and jnp.issubdtype(batch.label.dtype, jnp.integer)
     if labels_are_classes and step.output.losses is None:
         correct = correct_examples(training_loss, step.output, batch, task)
-        metrics["train_accuracy"] = Weighted(correct, examples)
+        metrics[ACCURACY] = Weighted(correct, examples)
         metrics[CROSS_ENTROPY] = total_cross_entropy(training_loss, step.output, batch, task)
     if len(term_names(work)) > 1:
         # small leaves as one vector: the norm of each leaf alone takes 50 ms to compile

@@ -16,7 +16,7 @@ import numpy as np
 from fcljax.config import RunConfig, improvement, plain
 from fcljax.federated import communication, health, privacy
 from fcljax.federated.communication import Traffic
-from fcljax.federated.health import SHARE
+from fcljax.federated.health import ACCURACY, SHARE
 from fcljax.methods import short_name
 from fcljax.models.networks import network_name
 from fcljax.options import flag
@@ -482,7 +482,7 @@ def _not_arrived(records: Records, settings: RunConfig) -> list[str]:
     at_server = sorted(name for name in with_loss if f"{name}_accuracy" in names)
     lines = []
     # the median task: the first one usually converges
-    if late := _still_falls(records, "loss", "train_accuracy"):
+    if late := _still_falls(records, "loss", ACCURACY):
         lines.append(
             f"warning: training has not converged: in the last round of a task the loss still fell by "
             f"{100 * late[0]:.0f} %, and clients classify {100 * late[1]:.0f} % of their training examples "
