@@ -15,6 +15,7 @@ from fcljax import cli
 from fcljax.models.shapes import VITS, ViTConfig
 from fcljax.models.vit import Lora, low_rank, parameter_shapes
 from fcljax.models.weights import finding, naming
+from fcljax.results.repeat import software_of
 from fcljax.runs import export
 
 WIDTH = 8
@@ -69,6 +70,10 @@ def test_an_export_has_the_model_s_parameters_classifier_and_card(tmp_path, caps
     card = (folder / export.CARD).read_text()
     result = fcljax.Result.of(run)
     assert f"{100 * result.metrics['A_last']:.1f} %" in card and "## Classes" in card
+    assert software_of(result.metrics) in card and "with alpha 0.5, seed" in card
+    assert f"{100 * result.metrics['forgetting']['paper']:.1f} points" in card
+    # PEFT cannot load what has no adapter_model.safetensors
+    assert "library_name: fcljax" in card
     # a second export would overwrite the first
     assert cli.main(["export", str(run), "--out", str(folder)]) == 2
     assert "exists; give another folder" in capsys.readouterr().err
@@ -162,3 +167,4 @@ def test_peft_loads_the_adapter_and_gives_the_same_logits(tmp_path):
     assert abs(logits - plain.detach().numpy()).max() > 0.1
     config = json.loads((folder / export.PEFT[0]).read_text())
     assert config["r"] == config["lora_alpha"]
+    assert "library_name: peft" in (folder / export.CARD).read_text()

@@ -263,6 +263,7 @@ def test_a_run_leaves_a_page_and_its_command_gives_the_same_settings():
         config.from_mapping("linear", stored["config"], "test")
     )
     assert len(command) < 300, "only what differs from the defaults"
+    assert f"Made with {repeat.software_of(stored)}." in found.text
     assert len(stored["holdings"]) == 3 and sum(map(sum, stored["holdings"])) == 1438
     assert sorted(stored["class_names"]) == [str(i) for i in range(10)]
     assert stored["task_classes"] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]

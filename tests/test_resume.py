@@ -225,8 +225,9 @@ def test_on_other_devices_a_run_chooses_anew_what_is_not_given():
 
 def test_what_changed_of_the_hardware_is_named():
     then = {"devices": 2, "kind": "TPU v5e", "lanes": 2}
-    assert resuming.changed_hardware({"hardware": then}, then | {"processes": 1}) == ""
+    assert resuming.changed("hardware", {"hardware": then}, then | {"processes": 1}) == ""
     now = then | {"kind": "NVIDIA H100", "devices": 1}
-    found = resuming.changed_hardware({"hardware": then}, now)
+    found = resuming.changed("hardware", {"hardware": then}, now)
     assert found == "devices (1, not 2), kind ('NVIDIA H100', not 'TPU v5e')"
-    assert resuming.changed_hardware({}, now) == ""  # a checkpoint that does not say
+    assert resuming.changed("hardware", {}, now) == ""  # a checkpoint that does not say
+    assert resuming.changed("software", {"hardware": then}, now) == ""

@@ -1,6 +1,6 @@
-"""Build the command that repeats a run."""
+"""Say what repeats a run: its command, and the versions that made it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fcljax import config
@@ -26,6 +26,16 @@ def command(settings: dict[str, Any], given: Collection[str] | None) -> list[str
         else:
             words.append(f"--{option}={value}")
     return words
+
+
+def software_of(summary: Mapping[str, Any]) -> str:
+    """Return the versions that made a run as text; "" for runs that do not name them."""
+    versions = dict(summary.get("software") or {})
+    package = [f"fcljax {versions.pop('fcljax', '?')}"] if versions else []
+    commit = versions.pop("commit", None)
+    if commit:
+        package = [f"{package[0]} at commit {commit}"]
+    return ", ".join([*package, *(f"{name} {version}" for name, version in versions.items())])
 
 
 def names_to_give(settings: dict[str, Any]) -> list[str] | None:

@@ -150,6 +150,7 @@ FIELDS: dict[str, tuple[Check, str]] = {
     "privacy": (or_none(with_keys(epsilon=or_none(is_amount))), "an object with epsilon"),
     "rounds_without_upload": (or_none(list_of(list_of(is_whole))), "pairs of task and round"),
     "warnings": (or_none(list_of(is_text)), "lines of text"),
+    "software": (mapping_of(or_none(is_text)), "versions by name"),
     "config": (mapping_of(is_setting), "settings by name"),
 }
 

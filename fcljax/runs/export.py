@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fcljax import __version__
 from fcljax.data.augment import Preprocess
 from fcljax.errors import InputError
 from fcljax.files import check_folder, temporary_folder, write_text
@@ -21,6 +20,7 @@ from fcljax.models.weights.naming import timm_tensors
 from fcljax.models.weights.pretrained import save_native
 from fcljax.parts.federate import ServerState, learner_of
 from fcljax.parts.learner import Learner, Params, network_params
+from fcljax.results.repeat import software_of
 from fcljax.runs.build import NOTHING, Supplied, make_method
 from fcljax.runs.inputs import network_of
 from fcljax.runs.loop import final_state
@@ -297,18 +297,20 @@ def card(
     facts = {
         "Method": f"`{summary['method']}` ({summary['fidelity']})",
         "Data": f"{summary['dataset']}, {len(summary['class_names'])} classes in {settings['tasks']} tasks",
-        "Clients": f"{settings['clients']}, partition `{settings['partition']}`, seed {summary['seed']}",
+        "Clients": f"{settings['clients']}, {_partition(settings)}, seed {summary['seed']}",
         "Network": f"{summary['backbone']}, weights {trained.digest[:16]} (sha256)",
         "Images": f"mean {pixels['mean']}, standard deviation {pixels['std']}" if pixels else "other data",
         "Mean accuracy after the last task": f"{100 * summary['A_last']:.1f} %",
         "Mean accuracy over all tasks": f"{100 * summary['A_avg']:.1f} %",
-        "Made by": f"fcljax {__version__}",
+        "Forgetting": _forgetting(summary),
+        "Made with": software_of(summary),
     }
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     files = "\n".join(f"- {line}" for line in lines)
     classes = "\n".join(f"{i}. {name}" for i, name in enumerate(summary["class_names"]))
+    library = "peft" if usage else "fcljax"
     parts = [
-        "---\nlibrary_name: peft\ntags: [federated-learning, continual-learning, fcljax]\n---",
+        f"---\nlibrary_name: {library}\ntags: [federated-learning, continual-learning, fcljax]\n---",
         f"# {summary['method']} on {summary['dataset']}",
         f"| | |\n|---|---|\n{rows}",
         f"## Files\n\n{files}",
@@ -316,6 +318,21 @@ def card(
         f"## Classes\n\nIn the order of the logits:\n\n{classes}",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _partition(settings: Mapping[str, Any]) -> str:
+    """Return the partition of a run with the number that decides its skew."""
+    partition = settings["partition"]
+    if partition == "dirichlet":
+        return f"partition `dirichlet` with alpha {settings['alpha']}"
+    return f"partition `{partition}`"
+
+
+def _forgetting(summary: Mapping[str, Any]) -> str:
+    forgetting = summary["forgetting"]["paper"]
+    if forgetting is None:
+        return "none: there is one task"
+    return f"{100 * forgetting:.1f} points"
 
 
 def _usage(trained: Trained, network: bool) -> str:

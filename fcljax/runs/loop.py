@@ -36,6 +36,7 @@ from fcljax.runs.inputs import report_notes
 from fcljax.runs.reconstructions import Rebuilt, measure, restored_images
 from fcljax.runs.records import Clock, Records, Tested, json_line, last_round, rounds_bar
 from fcljax.runs.rounds import first_server, first_state, make_play_round, saved_state, state_shapes
+from fcljax.runs.software import software
 from fcljax.runs.summary import (
     MOST_PREDICTIONS,
     confusion_csv,
@@ -51,6 +52,7 @@ from fcljax.types import ReplayBuffer, RoundContext
 # the owners of the examples, where the user says who they are
 PARTITION = "partition.csv"
 UP_TO_ROUNDING = "results equal those of the run without this change up to rounding, not bit for bit"
+OTHER_VERSIONS = "results may differ from those of the run without this change"
 CHECKPOINTS = "checkpoints"
 SEARCH = "search.json"  # what --scale fit tried and chose
 MAX_SEARCH_BYTES = 1 << 20
@@ -107,6 +109,16 @@ class Progress(NamedTuple):
     # files of clients' states in the newest checkpoint, if it has some
     # (`checkpoint.Snapshot`)
     shards: Sequence[dict[str, Any]] = ()
+
+
+class Changes(NamedTuple):
+    """Changes since a resumed run began, as `resume.changed` names them; empty: none."""
+
+    hardware: str = ""
+    software: str = ""
+
+
+UNCHANGED = Changes()
 
 
 class Journal(NamedTuple):
@@ -231,10 +243,15 @@ def _resume(session: Session) -> dict[str, Any]:
         # not
         later_steps = [step for step in steps if step > since]
         hosts.from_first(lambda: resume.change_settings(out, exp.settings, later_steps))
-        hardware_change = resume.changed_hardware(origin or {}, resume.hardware(exp))
-        if hardware_change:
-            observer.say(f"resume: {hardware_change}: from here on {UP_TO_ROUNDING}")
-        return _complete(session, exp, None, hardware_change)
+        changes = Changes(
+            resume.changed("hardware", origin or {}, resume.hardware(exp)),
+            resume.changed("software", origin or {}, software()),
+        )
+        if changes.hardware:
+            observer.say(f"resume: {changes.hardware}: from here on {UP_TO_ROUNDING}")
+        if changes.software:
+            observer.say(f"resume: {changes.software}: from here on {OTHER_VERSIONS}")
+        return _complete(session, exp, None, changes)
 
 
 def _say_changed(session: Session) -> None:
@@ -247,7 +264,7 @@ def _complete(
     session: Session,
     exp: Experiment,
     finished: dict[str, Any] | None,
-    hardware_change: str = "",
+    changes: Changes = UNCHANGED,
 ) -> dict[str, Any]:
     """Play the remaining rounds, and write the results.
 
@@ -255,8 +272,7 @@ def _complete(
       session: the run.
       exp: its experiment.
       finished: the summary of a run of which only figures are missing.
-      hardware_change: how the hardware differs from that of the newest checkpoint; empty:
-        it does not.
+      changes: since the newest checkpoint.
     """
     report_notes(exp.inputs.backbone, session.observer.console)
     session.observer.say(explain_scale(session.settings))
@@ -277,16 +293,16 @@ def _complete(
             progress = _begin(session, exp, manager)
             if not finished:
                 _keep_search(session, progress.records, search)
-            if hardware_change:
-                progress.records.hardware_changes.append([progress.step, hardware_change])
+            _record_changes(progress, changes)
             following = trackers.NOBODY
             if hosts.first and not finished:
                 plain = resume.plain_settings(settings)
                 following = stack.enter_context(
                     trackers.following(observer.track, out, plain, progress.step, observer.say)
                 )
-            origin = resume.origin(settings, exp.inputs) | {"hardware": resume.hardware(exp)}
-            journal = Journal(manager, origin, following)
+            origin = resume.origin(settings, exp.inputs)
+            tools = {"hardware": resume.hardware(exp), "software": software()}
+            journal = Journal(manager, origin | tools, following)
             try:
                 exp, state = _play(session, placed(exp), progress, journal)
             # the device's message names bytes, ours the option that lowers them
@@ -353,6 +369,13 @@ def _search(session: Session, exp: Experiment) -> tuple[Experiment, dict[str, An
             write_json(out / SEARCH, search)
             write_text(out / "config.yaml", config.to_yaml(exp.settings))
     return exp, search
+
+
+def _record_changes(progress: Progress, changes: Changes) -> None:
+    if changes.hardware:
+        progress.records.hardware_changes.append([progress.step, changes.hardware])
+    if changes.software:
+        progress.records.software_changes.append([progress.step, changes.software])
 
 
 def _keep_search(session: Session, records: Records, search: dict[str, Any]) -> None:

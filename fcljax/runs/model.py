@@ -414,10 +414,10 @@ def model_of_run(
     elif not exp.method.personal:
         has_model = False
     if not has_model:
-        why = "all clients have the global model; leave client out"
+        why = f"{client}, and {settings.method} has no personal models; leave --client out"
         if exp.method.personal:
-            why = "its clients have personal models; nearest: client=0"
-        raise InputError(f"client: {client}: {settings.method}: {why}")
+            why = f"{settings.method} has personal models and no global one; nearest: --client 0"
+        raise InputError(f"client: {why}")
     if client is not None and not 0 <= client < exp.sizes.clients:
         raise InputError(f"client: {client}; nearest: {min(max(client, 0), exp.sizes.clients - 1)}")
     dataset = exp.inputs.dataset

@@ -96,6 +96,8 @@ class Records:
     # [finished rounds, what changed] for each time that
     # the run was resumed on other hardware
     hardware_changes: list[list[int | str]] = dataclasses.field(default_factory=list)
+    # the same for other versions
+    software_changes: list[list[int | str]] = dataclasses.field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Return a copy for a checkpoint, as plain JSON values."""

@@ -5,7 +5,7 @@ import os
 import secrets
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -80,15 +80,16 @@ def hardware(exp: Experiment) -> dict[str, Any]:
     }
 
 
-def changed_hardware(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return how the hardware changed since a checkpoint, as 'name (now, not before), ..'.
+def changed(part: Literal["hardware", "software"], before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return how hardware or software changed since a checkpoint, as 'name (now, not before), ..'.
 
     Args:
-      before: origin of the checkpoint; those of earlier versions name no hardware.
-      now: hardware of the run.
+      part: which of them.
+      before: origin of the checkpoint; those of earlier versions may have neither.
+      now: hardware or software of the run.
     """
     # by the old names: what an earlier version did not record cannot be compared
-    old = before.get("hardware", now)
+    old = before.get(part, now)
     return ", ".join(config.differences(old, {name: now.get(name) for name in old}))
 
 

@@ -28,6 +28,7 @@ from fcljax.results.run_folder import rejected_uploads
 from fcljax.runs.build import Experiment
 from fcljax.runs.reconstructions import Rebuilt, draw_restored
 from fcljax.runs.records import HELD_OUT, NEW, Records, Tested
+from fcljax.runs.software import software
 from fcljax.runs.traffic import (
     Counted,
     Payloads,
@@ -127,6 +128,8 @@ def summarize(
         "slot_efficiency": counts["useful_steps"] / max(counts["paid_steps"], 1),
         "lanes": exp.engine.lanes._asdict(),
         "hardware_changes": records.hardware_changes,
+        "software": software(),
+        "software_changes": records.software_changes,
         "rejected_uploads": int(counts["rejected"]),
         "refused_results": int(counts["refused"]),
         "rounds_without_upload": _without_upload(records),
