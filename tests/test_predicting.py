@@ -47,8 +47,15 @@ def test_the_table_and_the_csv_file_have_the_models_predictions(run, capsys):
         ([], "images: none given; usage: fcljax predict RUN_DIR IMAGE..."),
         (["nothing.png"], "images: there is no file or folder 'nothing.png'"),
         (["{folder}/images/notes.txt"], "images: '{folder}/images/notes.txt' is not a readable image"),
+        (
+            ["{folder}/images/notes.txt", "--skip-corrupt"],
+            "images: none of 1 can be decoded, the first error: '",
+        ),
         (["{folder}/images", "--out", "labels.txt"], "out: 'labels.txt' is not a CSV file's name"),
-        (["{folder}/images", "--client", "0"], "client: 0: linear: all clients have the global model"),
+        (
+            ["{folder}/images", "--client", "0"],
+            "client: 0, and linear has no personal models; leave --client out",
+        ),
     ],
 )
 def test_what_cannot_be_predicted_is_one_line(run, capsys, words, line):
@@ -58,3 +65,19 @@ def test_what_cannot_be_predicted_is_one_line(run, capsys, words, line):
     assert cli.main(["predict", str(folder / "run"), *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"fcljax: {line.format(folder=folder)}") and error.count("\n") == 1
+
+
+def test_a_broken_image_ends_the_command_or_is_counted(run, tmp_path, capsys):
+    folder, images = run
+    for i in range(3):
+        Image.fromarray(images[i]).save(tmp_path / f"{i}.png")
+    (tmp_path / "1.png").write_bytes((tmp_path / "1.png").read_bytes()[:60])
+    out = tmp_path / "labels.csv"
+    words = ["predict", str(folder / "run"), str(tmp_path), "--out", str(out)]
+    capsys.readouterr()
+    assert cli.main(words) == 2
+    assert f"'{tmp_path}/1.png' is not a readable image" in capsys.readouterr().err and not out.exists()
+    assert cli.main([*words, "--skip-corrupt"]) == 0
+    assert f"skipped 1 of 3 images, the first: '{tmp_path}/1.png' is not" in capsys.readouterr().err
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert [row["file"] for row in rows] == [str(tmp_path / "0.png"), str(tmp_path / "2.png")]

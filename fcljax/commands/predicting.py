@@ -14,14 +14,14 @@ from rich.console import Console
 from fcljax.commands.arguments import Words, parsed
 from fcljax.errors import InputError
 from fcljax.options import option
-from fcljax.terminal import add_row, new_table, say
+from fcljax.terminal import add_row, new_table, progress_bar, say
 
 if TYPE_CHECKING:
     from fcljax.runs.model import Model
 
 BATCH = 256  # images that are in memory at once
 SHOWN = 20  # rows of the table in the terminal
-USAGE = "usage: fcljax predict RUN_DIR IMAGE... [--out FILE.csv] [--client N]"
+USAGE = "usage: fcljax predict RUN_DIR IMAGE... [--out FILE.csv] [--client N] [--skip-corrupt]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,8 @@ class PredictOptions:
     """CSV file with a row for each image: file, label, probability."""
     client: int | None = option(None, least=0, unset="the global model")
     """Client whose personal model predicts, from 0."""
+    skip_corrupt: bool = False
+    """Count and skip images that cannot be decoded."""
 
 
 class Prediction(NamedTuple):
@@ -44,7 +46,7 @@ class Prediction(NamedTuple):
 
 
 def predict(arguments: list[str]) -> int:
-    """Run `fcljax predict RUN_DIR IMAGE... [--out FILE.csv] [--client N]`."""
+    """Run `fcljax predict RUN_DIR IMAGE... [options]`."""
     about = "Predict classes of images with the model of a finished run."
     words, options = parsed(PredictOptions(), arguments, ["predict"], about, Words("RUN_DIR IMAGE..."))
     if len(words) < 2:
@@ -66,7 +68,9 @@ def predict(arguments: list[str]) -> int:
         )
     # all before the first line of output: an unreadable image ends the command with its
     # error alone
-    predictions = list(_predictions(model, result.metrics["class_names"], files))
+    predictions, skipped = _predictions(model, result.metrics["class_names"], files, options.skip_corrupt)
+    if not predictions:
+        raise InputError(f"images: none of {len(files):,} can be decoded, the first error: {skipped[0]}")
     console = Console()
     table = new_table("file", "label", "probability", right=("probability",))
     for row in predictions[:SHOWN]:
@@ -79,6 +83,11 @@ def predict(arguments: list[str]) -> int:
         )
     if left_out:
         say(Console(stderr=True), left_out)
+    if skipped:
+        say(
+            Console(stderr=True),
+            f"skipped {len(skipped):,} of {len(files):,} images, the first: {skipped[0]}",
+        )
     if options.out:
         _write(options.out, predictions)
         say(console, f"predictions: {options.out}")
@@ -115,39 +124,64 @@ def _image_files(named: Sequence[str]) -> tuple[list[Path], str]:
 
 
 def _predictions(
-    model: "Model",
-    names: Sequence[str],
-    files: Sequence[Path],
-) -> Iterator[Prediction]:
-    """Predict batch by batch, so that memory holds a few images at a time."""
+    model: "Model", names: Sequence[str], files: Sequence[Path], skip_corrupt: bool
+) -> tuple[list[Prediction], list[str]]:
+    """Predict batch by batch, so that memory holds a few images at a time.
+
+    Returns:
+      The predictions, and the errors of the images that were skipped.
+    """
     from fcljax.data.files.images import quiet
 
-    for start in range(0, len(files), BATCH):
-        batch = files[start : start + BATCH]
-        with quiet():
-            pixels = [_pixels(path) for path in batch]
-        # a softmax, shifted by the largest logit so that exp cannot overflow
-        logits = model.scores(pixels, preprocess=True)
-        shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        probability = shifted / shifted.sum(axis=-1, keepdims=True)
-        chosen = logits.argmax(axis=-1)
-        for path, label, shares in zip(batch, chosen, probability, strict=True):
-            yield Prediction(str(path), names[label], float(shares[label]))
+    predictions = []
+    skipped = []
+    with progress_bar("predictions", console=_terminal()) as bar:
+        task = bar.add_task("", total=len(files))
+        for start in range(0, len(files), BATCH):
+            batch = files[start : start + BATCH]
+            with quiet():
+                read = [_pixels(path, skip_corrupt) for path in batch]
+            skipped.extend(error for error in read if isinstance(error, str))
+            images = {path: x for path, x in zip(batch, read, strict=True) if not isinstance(x, str)}
+            if images:
+                predictions.extend(_of_batch(model, names, images))
+            bar.advance(task, len(batch))
+    return predictions, skipped
 
 
-def _pixels(path: Path) -> UInt8[np.ndarray, "H W 3"]:
-    """Read an image.
+def _terminal() -> Console:
+    """Return standard error if it is a terminal: a bar has no place in a log."""
+    console = Console(stderr=True)
+    return Console(stderr=True, quiet=not console.is_terminal)
+
+
+def _of_batch(
+    model: "Model", names: Sequence[str], images: dict[Path, UInt8[np.ndarray, "H W 3"]]
+) -> Iterator[Prediction]:
+    logits = model.scores(list(images.values()), preprocess=True)
+    # a softmax, shifted by the largest logit so that exp cannot overflow
+    shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    probability = shifted / shifted.sum(axis=-1, keepdims=True)
+    for path, label, shares in zip(images, logits.argmax(axis=-1), probability, strict=True):
+        yield Prediction(str(path), names[label], float(shares[label]))
+
+
+def _pixels(path: Path, skip_corrupt: bool) -> UInt8[np.ndarray, "H W 3"] | str:
+    """Read an image; with `skip_corrupt` return the error of one that cannot be decoded.
 
     Raises:
       InputError: for a file that is no image.
     """
     from fcljax.data.files.images import decode
 
-    # the decoder names its own option, `dataset`, which this command does not have
     try:
         return decode(path, str(path)).pixels
     except InputError as error:
-        raise InputError(str(error).replace("dataset:", "images:", 1)) from None
+        # the decoder names its own option, `dataset`, which this command does not have
+        why = str(error).removeprefix("dataset: ")
+        if skip_corrupt:
+            return why
+        raise InputError(f"images: {why}; --skip-corrupt leaves such images out") from None
 
 
 def _write(path: str, predictions: Sequence[Prediction]) -> None:

@@ -200,7 +200,7 @@ def _open(picture: Path | bytes, name: str, read: Callable[[Image.Image], T]) ->
 def _check_header(image: Image.Image, name: str) -> None:
     size = f"{image.width}x{image.height} pixels"
     if min(image.size) < 2:
-        raise InputError(f"dataset: {name!r} is too small, {size}; the file must be corrupt")
+        raise InputError(f"dataset: {name!r} is too small, {size}; the least is 2x2")
     if image.width * image.height >= MAX_PIXELS:
         raise InputError(
             f"dataset: {name!r} is too large, {size}; "
