@@ -257,6 +257,24 @@ def test_the_figure_names_every_method_that_sends_something():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "c"]
 
 
+@pytest.mark.parametrize("count", [0, 7, 20, 60])
+def test_a_legend_has_room_for_all_names(count):
+    """Of points and levels of a leaderboard, and of the curves of a comparison."""
+    points = {f"method {i}": (i + 1.0, 50.0) for i in range(count)}
+    levels = {"centralised": 99.0, "sequential": 60.0, "local": 20.0}
+    curves = {name: [0.5, 0.4] for name in [*points, *levels]}
+    drawn = [figures.scatter(points, "MB", "%", legend=True, levels=levels)]
+    if count:
+        drawn.append(figures.accuracy_curve(curves))
+    for figure in drawn:
+        figure.draw_without_rendering()
+        (legend,) = figure.legends
+        assert len(legend.get_texts()) == count + 3
+        box = legend.get_window_extent()
+        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+
+
 @pytest.mark.long
 def test_a_leaderboard_of_real_runs_resumes(here):
     assert cli.main(["leaderboard", "tiny.yaml", "--methods", "linear", "--out", "out"]) == 0

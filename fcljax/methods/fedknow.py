@@ -60,7 +60,7 @@ class FedKNOWOptions:
 
 
 _LORA = LoraOptions(lora_pairs="one", lora_lr=1e-3)
-# rates of Ditto at the scale mini; not yet searched on held-out images for this method
+# on held-out digits larger rates of either gain nothing (docs/results/embedded.md)
 PRESETS = with_mini({"intended": Preset(FedKNOWOptions(), adapters=(_LORA,))}, lr=1e-2, lora_lr=1e-3)
 
 

@@ -34,6 +34,7 @@ INK = "#333333"
 GRID = "#DDDDDD"
 MAX_NUMBERED_TASKS = 12  # larger matrices get a colour bar instead of numbers
 MAX_NAME = 80  # characters of a run's name in a legend
+INSIDE = 6  # most names of a legend that curves leave room for
 # beyond this bubbles overlap, and a heat map reads better
 MAX_BUBBLE_CLASSES = 40
 
@@ -96,7 +97,10 @@ def accuracy_curve(
       spread: name -> half width [T] of a band around the line of that name.
       legend: whether to add one. Line i has the gid `curve c{i}`, its band `band c{i}`.
     """
-    figure = new_figure(7.2 if len(runs) <= 6 or not legend else 9.6, 4.4)
+    size = (7.2, 4.4)
+    if legend and len(runs) > INSIDE:
+        size = beside_legend(4.4, len(runs))
+    figure = new_figure(*size)
     axes = figure.add_subplot()
     longest = max((len(values) for values in runs.values()), default=0)
     for i, (name, values) in enumerate(runs.items()):
@@ -118,11 +122,17 @@ def accuracy_curve(
     axes.set_xticks(_ticks(longest))
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     open_frame(axes)
-    if len(runs) > 6 and legend:
+    if legend and len(runs) > INSIDE:
         figure.legend(loc="outside right upper", frameon=False)
     elif runs and legend:
         axes.legend(frameon=False)
     return figure
+
+
+def beside_legend(height: float, names: int) -> tuple[float, float]:
+    """Return width and height in inches of a figure with a legend at its side: at least
+    `height`, and high enough for so many names."""
+    return 9.6, max(height, 0.4 + 0.215 * names)
 
 
 def curve_style(i: int) -> dict[str, Any]:
@@ -164,10 +174,9 @@ def scatter(
       legend: whether the figure names the points; it then grows with their number.
       levels: name -> y of a horizontal line, for what has no x.
     """
-    # a legend beside the points needs a wider figure, as high as its names
     size = (7.2, 3.6)
     if legend:
-        size = (9.6, max(3.6, 0.8 + 0.2 * len(points)))
+        size = beside_legend(3.6, len(points) + len(levels))
     figure = new_figure(*size)
     axes = figure.add_subplot()
     axes.set(xscale="log", xlabel=xlabel, ylabel=ylabel)
@@ -178,10 +187,11 @@ def scatter(
     open_frame(axes)
     for i, (name, (x, y)) in enumerate(points.items()):
         if x > 0:  # which a logarithmic axis has
-            axes.plot([x], [y], gid=f"point p{i}", label=words(name), **curve_style(i))
+            style = curve_style(i) | {"linestyle": "none"}
+            axes.plot([x], [y], gid=f"point p{i}", label=words(name), **style)
     for i, (name, y) in enumerate(levels.items(), len(points)):
         axes.axhline(y, label=words(name), **level_style(i))
-    if legend and points:
+    if legend and (points or levels):
         figure.legend(loc="outside right upper", frameon=False)
     return figure
 

@@ -142,7 +142,7 @@ def draw_figure(figure: FigureEntry, results: Sequence[RowResult]) -> Figure | N
     ylabel = "Accuracy (%)"
     if figure.x not in OVER:
         ylabel = f"{metric} ({unit_of_metric(metric)})"
-    drawing = figures.new_figure(9.6, max(4.4, 0.8 + 0.22 * len(by_name)))
+    drawing = figures.new_figure(*figures.beside_legend(4.4, len(by_name)))
     axes = drawing.add_subplot()
     axes.set(xlabel=f"{figure.x} (dashed: the paper)", ylabel=ylabel)
     for i, (name, line) in enumerate(by_name.items()):
