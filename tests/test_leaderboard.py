@@ -45,6 +45,8 @@ def summary(run, a_last):
         "communication_total": {"upload_bytes": 4e6, "download_bytes": 2e6},
         "time": {"client_s": 60.0, "compile_s": 30.0},
         "config": {"clients": run.cfg.clients},
+        # two methods by one version of the package, and a later seed by another one
+        "software": {"fcljax": "0.1.0" if run.cfg.seed < 2 else "0.2.0", "commit": None, "jax": "0.10.2"},
     }
 
 
@@ -225,6 +227,11 @@ def test_only_the_chosen_factor_is_run_on_test_images(here, monkeypatch, capsys)
     assert "fcljax leaderboard tiny.yaml" in page and "Missing" not in page
     rows = {row["method"]: row for row in json.loads(Path("out/leaderboard.json").read_text())["rows"]}
     assert rows["linear"]["trials"] == {"1": 0.25, "10": 0.9} and rows["linear"]["seed"] == [1, 2]
+    versions = ["fcljax 0.1.0, jax 0.10.2", "fcljax 0.2.0, jax 0.10.2"]
+    assert rows["linear"]["software"] == versions
+    assert [line for line in page.splitlines() if line.startswith("Made with")] == [
+        f"Made with {software}." for software in versions
+    ]
     assert Path("out/leaderboard.png").stat().st_size > 5000
     assert "linear" in capsys.readouterr().out
 

@@ -50,6 +50,7 @@ from fcljax.runs.checkpoint import State
 from fcljax.runs.folder import check_new, created
 from fcljax.runs.records import Clock, Records, json_line
 from fcljax.runs.rounds import first_server, make_play_round
+from fcljax.runs.software import software
 from fcljax.runs.summary import figures_of, summarize, warnings_of
 from fcljax.runs.traffic import payload_shapes
 from fcljax.terminal import say
@@ -412,6 +413,7 @@ def _summary(exp: Experiment, records: Records, link: "Link") -> dict[str, Any]:
         "accuracy": None,
         "rejected_uploads": int(records.counts["rejected"]),
         "refused_results": int(records.counts["refused"]),
+        "software": software(),
         "config": plain(exp.settings),
         "traffic": dict(link.total),
     }

@@ -475,8 +475,8 @@ def _settings(groups: list[Group]) -> Section:
 
 def _commands(groups: list[Group], page_command: str) -> Section:
     text = ["The runs, and then this page. Files are named as they were given to the runs."]
-    versions = {repeat.software_of(run) for group in groups for run in group.runs} - {""}
-    text += [f"Made with {software}." for software in sorted(versions)]
+    runs = [run for group in groups for run in group.runs]
+    text += [f"Made with {software}." for software in repeat.all_software_of(runs)]
     commands = [*map(_run_command, groups), page_command]
     return Section("again", "Repeat the runs", text, commands=commands)
 

@@ -1,6 +1,6 @@
 """Say what repeats a run: its command, and the versions that made it."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from fcljax import config
@@ -36,6 +36,11 @@ def software_of(summary: Mapping[str, Any]) -> str:
     if commit:
         package = [f"{package[0]} at commit {commit}"]
     return ", ".join([*package, *(f"{name} {version}" for name, version in versions.items())])
+
+
+def all_software_of(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the different versions that made runs, as `software_of` each."""
+    return sorted({software_of(summary) for summary in summaries} - {""})
 
 
 def names_to_give(settings: dict[str, Any]) -> list[str] | None:

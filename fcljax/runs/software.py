@@ -22,13 +22,21 @@ def software() -> dict[str, str | None]:
 
     They are read once: a checkout may change while a run is under way.
     """
-    versions = {name: metadata.version(name) for name in PACKAGES}
+    versions = {name: _version(name) for name in PACKAGES}
     return {
         "fcljax": fcljax.__version__,
         "commit": commit_of(CHECKOUT) or _installed_commit(),
         "python": platform.python_version(),
         **versions,
     }
+
+
+def _version(package: str) -> str | None:
+    """Return the version of a package; None if it was not installed as one."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def commit_of(checkout: Path) -> str | None:

@@ -38,6 +38,7 @@ from fcljax.methods import METHODS, check_no_code, short_name
 from fcljax.results import figures
 from fcljax.results.comparison import is_personal, over_seeds_text, percent, total_seconds
 from fcljax.results.metrics import paired_difference
+from fcljax.results.repeat import all_software_of
 from fcljax.results.run_folder import Summary, value_at, write_json
 from fcljax.runs import rate_search
 from fcljax.studies import grid, sweeps, typed
@@ -469,7 +470,8 @@ def _numbers(row: Standing) -> dict[str, Any]:
         return {}
     numbers = {key: row.values(key) for key in ("A_last", "A_avg", "forgetting.paper")}
     seeds = [run["seed"] for run in row.summaries]
-    return {"seed": seeds, **numbers, "MB": row.megabytes, "minutes": row.minutes}
+    totals = {"MB": row.megabytes, "minutes": row.minutes}
+    return {"seed": seeds, **numbers, **totals, "software": all_software_of(row.summaries)}
 
 
 def markdown(rows: Sequence[Standing], entries: Sequence[Contender], command: str) -> str:
@@ -493,7 +495,8 @@ def markdown(rows: Sequence[Standing], entries: Sequence[Contender], command: st
         markdown_table([HEAD, *map(cells, ranked(rows))]),
         "",
     ]
-    if any(is_personal(run) for row in rows for run in row.summaries):
+    runs = [run for row in rows for run in row.summaries]
+    if any(map(is_personal, runs)):
         lines += [
             f"`{PERSONAL}`: evaluated with personal models, so they cannot be ranked with the others.",
             "",
@@ -503,6 +506,8 @@ def markdown(rows: Sequence[Standing], entries: Sequence[Contender], command: st
     absent = [(row.method, f"{len(row.summaries)} of {row.planned}", row.why) for row in missing(rows)]
     if absent:
         lines += ["Missing:", "", markdown_table([("method", "runs", "why"), *absent]), ""]
+    for software in all_software_of(runs):
+        lines += [f"Made with {software}.", ""]
     return "\n".join(lines)
 
 
