@@ -11,7 +11,8 @@ import io
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack, overload
@@ -30,7 +31,7 @@ from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.sources import DataOptions, load_dataset
 from fcljax.data.kinds import are_tokens
 from fcljax.data.owners import OWNER
-from fcljax.errors import InputError
+from fcljax.errors import InputError, nearest
 from fcljax.federated.check import describe
 from fcljax.files import read_user_text
 from fcljax.methods import MethodEntry, check_no_code
@@ -292,8 +293,8 @@ def run(
         flax.nnx module.
       partition: as `--partition`; or the client of each training example [N], integers
         or text.
-      tasks: how many; or the labels of each task, such as [[0, 1], [2, 3, 4]]; None:
-        the method's number.
+      tasks: how many; or the labels of each task, such as [[0, 1], [2, 3, 4]], which are
+        then all classes of the run; None: the method's number.
       out: the run directory, a new one; None: a temporary one, which is removed with
         the result.
       resume: continue the run in `out`. What was in memory must be given again.
@@ -317,7 +318,7 @@ def run(
     examples, labels = _examples(data, backbone, options.get("data_dir"))
     chosen, owners = _partition(partition)
     supplied = Supplied(examples, _network(backbone, examples), owners, metrics)
-    options |= _tasks(tasks, options)
+    options |= _tasks(tasks, options, examples, labels)
     stated = options | {name: _listed(options[name]) for name in LISTED if name in options}
     stated["dataset"] = _name_of_data(data, examples)
     stated["backbone"] = backbone if isinstance(backbone, str) else "auto"
@@ -426,8 +427,10 @@ def _in_memory(settings: RunConfig) -> dict[str, Any]:
     return {name: values[name] for name in CHOICES if not isinstance(values.get(name, ""), str)}
 
 
-def _tasks(tasks: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that make these tasks.
+def _tasks(
+    tasks: Any, options: Mapping[str, Any], examples: Dataset | None, labels: np.ndarray | None
+) -> dict[str, Any]:
+    """Return the options that make these tasks. Classes that no task lists are left out.
 
     Raises:
       InputError: for tasks without classes, or options beside them that say the same.
@@ -448,9 +451,38 @@ def _tasks(tasks: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     both = next((name for name in ("class_order", "task_sizes") if name in options), None)
     if both:
         raise InputError(f"{both}: tasks has the labels of each task; leave out one of them")
-    order = [label for task in tasks for label in task]
-    sizes = [len(task) for task in tasks]
-    return {"class_order": _listed(order), "task_sizes": _listed(sizes)}
+    order = [str(label) for task in tasks for label in task]
+    _check_labels(order, _names_of(examples, labels))
+    listed = {"task_sizes": _listed([len(task) for task in tasks])}
+    if len(order) > 1:
+        listed["class_order"] = _listed(order)
+    if "classes" in options or (examples is not None and len(order) == len(examples.class_names)):
+        return listed
+    return listed | {"classes": _listed(order)}
+
+
+def _names_of(examples: Dataset | None, labels: np.ndarray | None) -> Collection[str]:
+    """Return what tasks may call the classes of examples in memory; none: the run loads the data."""
+    if examples is None:
+        return ()
+    if labels is not None:
+        return examples.class_names
+    # labels of a `Dataset` are numbers, whatever the names of its classes
+    return {*examples.class_names, *map(str, range(len(examples.class_names)))}
+
+
+def _check_labels(order: Sequence[str], names: Collection[str]) -> None:
+    """Check that tasks list each label once, and labels that examples in memory have.
+
+    Raises:
+      InputError: for the first one that they do not.
+    """
+    repeated = next((label for label, count in Counter(order).items() if count > 1), None)
+    if repeated is not None:
+        raise InputError(f"tasks: label {repeated!r} is listed twice")
+    unknown = next((label for label in order if names and label not in names), None)
+    if unknown is not None:
+        raise InputError(f"tasks: no example has label {unknown!r}; {nearest(unknown, names)}")
 
 
 def _listed(value: Any) -> Any:

@@ -674,9 +674,10 @@ def order_of_classes(
     classes = len(dataset.class_names)
     kind = options.class_order
     if kind.startswith("file:"):
-        return listed_order(dataset.class_names, _lines(kind.removeprefix("file:")))
+        return listed_order(dataset.class_names, _lines(kind.removeprefix("file:")), dataset.numbers)
     if "," in kind:
-        return listed_order(dataset.class_names, [name.strip() for name in kind.split(",")])
+        names = [name.strip() for name in kind.split(",")]
+        return listed_order(dataset.class_names, names, dataset.numbers)
     match kind:
         case "natural":
             return np.arange(classes)

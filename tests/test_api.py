@@ -74,6 +74,21 @@ def test_a_run_on_objects_in_memory_has_everything_that_a_run_has(result):
     assert result._repr_html_().count("<tr>") == 6 and "data:image/png;base64" in result._repr_html_()
 
 
+@pytest.mark.parametrize(
+    ("data", "tasks"),
+    [(DATA, [["digit 9", "digit 3"], ["digit 2"]]), ("digits", [[5, 1], [9]])],
+    ids=["arrays", "named data"],
+)
+def test_tasks_may_list_a_part_of_the_classes(data, tasks):
+    """Numbers of named data are those of the whole data set."""
+    result = fcljax.run("fedncm", data, tasks=tasks, clients=2, image_size=8, progress=False)
+    names = [[result.metrics["class_names"][c] for c in task] for task in result.metrics["task_classes"]]
+    assert names == [[str(label) for label in task] for task in tasks]
+    assert result.confusion.shape == (3, 4)
+    predicted = result.predict(X[:60], preprocess=True)
+    assert {*map(str, predicted)} <= {name for task in names for name in task}
+
+
 def test_the_final_model_predicts_in_the_callers_labels_as_the_run_evaluated(result):
     predicted, classes = result.predict(DATA[2]), result.metrics["task_classes"]
     assert set(predicted) <= set(WORDS)
@@ -231,7 +246,12 @@ def test_arrays_in_memory_give_the_results_of_the_same_arrays_in_a_file(tmp_path
         ({"tasks": 99}, "tasks: 99 tasks cannot share 10 classes"),
         ({"tasks": [3, 7]}, "tasks: [3, 7] is neither a number nor a list of lists of labels"),
         ({"tasks": [["digit 1"], []]}, "tasks: task 2 has no labels"),
-        ({"tasks": [["digit 1", "digit 11"]]}, "class_order: no class 'digit 11'; did you mean 'digit 1'"),
+        (
+            {"tasks": [["digit 1", "digit 11"]]},
+            "tasks: no example has label 'digit 11'; did you mean 'digit 1'",
+        ),
+        ({"tasks": [[0], [1]]}, "tasks: no example has label '0'; choose from: digit 0, "),
+        ({"tasks": [["digit 1"], ["digit 1"]]}, "tasks: label 'digit 1' is listed twice"),
         ({"tasks": TASKS, "task_sizes": [4, 6]}, "task_sizes: tasks has the labels of each task"),
         ({"shrnk": 1.0}, "options: unknown key 'shrnk'; did you mean 'shrink'?"),
         ({"adapter": "lora"}, "adapter: 'lora' works inside attention, but the backbone has none"),

@@ -175,6 +175,8 @@ def test_sizes_of_tasks():
 def test_the_order_of_classes_is_a_list_or_a_file(tmp_path):
     names = ["cat", "dog", "7"]
     assert listed_order(names, ["7", "dog", "0"]).tolist() == [2, 1, 0]
+    # of a part of the classes, numbers are those of the whole data set
+    assert listed_order(["dog", "eel"], ["4", "dog"], (1, 4)).tolist() == [1, 0]
     order = "3,1,0,2,4,5,6,7,9,8"
     (tmp_path / "order.txt").write_text(order.replace(",", "\n"))
     for kind in (order, f"file:{tmp_path / 'order.txt'}"):

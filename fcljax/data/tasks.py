@@ -121,14 +121,22 @@ def tasks_of_sizes(sizes: Sequence[int]) -> tuple[Task, ...]:
 def listed_order(
     class_names: Sequence[str],
     listed: Sequence[str],
+    numbers: Sequence[int] | None = None,
 ) -> Int64[np.ndarray, " C"]:
     """Return the class order that a user lists by names or numbers.
+
+    Args:
+      class_names: of the run's classes.
+      listed: names or numbers of all of them.
+      numbers: of the classes in the whole data set, where a run uses a part of them; None:
+        0, 1, 2, ...
 
     Raises:
       InputError: for a class that does not exist, or is missing or repeated.
     """
     # a name wins over a number of the same digits
-    number = {str(i): i for i in range(len(class_names))} | {name: i for i, name in enumerate(class_names)}
+    numbers = numbers or range(len(class_names))
+    number = {str(n): i for i, n in enumerate(numbers)} | {name: i for i, name in enumerate(class_names)}
     order: list[int] = []
     for name in listed:
         if name not in number:
@@ -139,7 +147,8 @@ def listed_order(
     if len(order) < len(class_names):
         missing = next(name for i, name in enumerate(class_names) if i not in order)
         raise InputError(
-            f"class_order: {len(order)} of {len(class_names)} classes; class {missing!r} is missing"
+            f"class_order: {len(order)} of {len(class_names)} classes; class {missing!r} is missing; "
+            f"--classes chooses the classes of a run"
         )
     return np.array(order, np.int64)
 

@@ -23,6 +23,8 @@ def with_classes(dataset: Dataset, text: str) -> Dataset:
       InputError: as `chosen_classes`, or for a class without training or test examples.
     """
     classes = chosen_classes(text, dataset.class_names)
+    if len(classes) == len(dataset.class_names):
+        return dataset
     for split, labels in (("training", dataset.y_train), ("test", dataset.y_test)):
         absent = np.setdiff1d(classes, labels)
         if len(absent):
