@@ -29,6 +29,7 @@ from fcljax.data.files.any_arrays import dataset_of_any_arrays
 from fcljax.data.files.arrays import NAME, as_array, checked_dataset, dataset_of_arrays
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.sources import DataOptions, load_dataset
+from fcljax.data.files.subsets import chosen_classes
 from fcljax.data.kinds import are_tokens
 from fcljax.data.owners import OWNER
 from fcljax.errors import InputError, nearest
@@ -327,6 +328,8 @@ def run(
     settings = _settings(method, stated, out, resume)
     config.check_given(settings, options)
     observer = loop.Observer(console=Console(stderr=True, quiet=not progress))
+    if examples is not None and "classes" in stated:
+        observer.say(_left_out(examples, stated["classes"]))
     # a result reads its tables, figures and model from files
     folder = Path(out or tempfile.mkdtemp(prefix="fcljax-"))
     try:
@@ -459,6 +462,17 @@ def _tasks(
     if "classes" in options or (examples is not None and len(order) == len(examples.class_names)):
         return listed
     return listed | {"classes": _listed(order)}
+
+
+def _left_out(examples: Dataset, classes: str) -> str:
+    """Return a line that counts the examples of classes that a run does not use."""
+    used = chosen_classes(classes, examples.class_names)
+    label = np.concatenate([examples.y_train, examples.y_test])
+    others = np.count_nonzero(~np.isin(label, used))
+    return (
+        f"classes: {len(used)} of {len(examples.class_names)}; {others:,} of {len(label):,} examples have "
+        "other labels and are left out"
+    )
 
 
 def _names_of(examples: Dataset | None, labels: np.ndarray | None) -> Collection[str]:
