@@ -314,8 +314,7 @@ def run(
     """
     _check_arguments(method, out, options)
     _check_metrics(metrics)
-    if backbone is None:
-        backbone = "identity"
+    backbone = "identity" if backbone is None else backbone
     examples, labels = _examples(data, backbone, options.get("data_dir"))
     chosen, owners = _partition(partition)
     supplied = Supplied(examples, _network(backbone, examples), owners, metrics)
@@ -328,8 +327,7 @@ def run(
     settings = _settings(method, stated, out, resume)
     config.check_given(settings, options)
     observer = loop.Observer(console=Console(stderr=True, quiet=not progress))
-    if examples is not None and "classes" in stated:
-        observer.say(_left_out(examples, stated["classes"]))
+    _say_left_out(observer, examples, stated.get("classes"))
     # a result reads its tables, figures and model from files
     folder = Path(out or tempfile.mkdtemp(prefix="fcljax-"))
     try:
@@ -464,12 +462,14 @@ def _tasks(
     return listed | {"classes": _listed(order)}
 
 
-def _left_out(examples: Dataset, classes: str) -> str:
-    """Return a line that counts the examples of classes that a run does not use."""
+def _say_left_out(observer: loop.Observer, examples: Dataset | None, classes: str | None) -> None:
+    """Count the examples in memory of classes that a run does not use."""
+    if examples is None or classes is None:
+        return
     used = chosen_classes(classes, examples.class_names)
     label = np.concatenate([examples.y_train, examples.y_test])
     others = np.count_nonzero(~np.isin(label, used))
-    return (
+    observer.say(
         f"classes: {len(used)} of {len(examples.class_names)}; {others:,} of {len(label):,} examples have "
         "other labels and are left out"
     )
