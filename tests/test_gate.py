@@ -76,6 +76,7 @@ def test_labels_may_be_text(written):
         (["a", "", "b"], "holds label  (example 1)"),
         ([0.0, 1.0], "y is float64 of shape (2,); expected integers or text"),
         ([0.0, 1.0], "nearest: y.astype(int)"),
+        ([False, True], "nearest: y.astype(int)"),
         ([0.0, np.nan], "expected integers"),
         ([True, False], "y is bool"),
         ([[0, 1, 1], [1, 0, 0]], "example 0 has several labels, and one is needed"),

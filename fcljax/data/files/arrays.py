@@ -408,7 +408,7 @@ def _label_hint(key: str, labels: np.ndarray) -> str:
         return f"; example {row} has several labels, and one is needed"
     if labels.ndim == 2 and labels.dtype.kind == "f" and np.allclose(labels.sum(-1), 1):
         return f"; nearest: {key}.argmax(-1)"
-    if labels.ndim == 1 and labels.dtype.kind == "f" and len(labels) and (labels == np.rint(labels)).all():
+    if labels.ndim == 1 and labels.dtype.kind in "bf" and len(labels) and (labels == np.rint(labels)).all():
         return f"; nearest: {key}.astype(int)"
     return ""
 
