@@ -81,3 +81,6 @@ def test_a_broken_image_ends_the_command_or_is_counted(run, tmp_path, capsys):
     assert f"skipped 1 of 3 images, the first: '{tmp_path}/1.png' is not" in capsys.readouterr().err
     rows = list(csv.DictReader(out.read_text().splitlines()))
     assert [row["file"] for row in rows] == [str(tmp_path / "0.png"), str(tmp_path / "2.png")]
+    # a file that is named twice has two rows
+    assert cli.main(["predict", str(folder / "run"), *[str(tmp_path / "0.png")] * 2, "--out", str(out)]) == 0
+    assert len(out.read_text().splitlines()) == 3

@@ -45,7 +45,26 @@ def test_the_commit_is_that_of_the_checkout_and_of_no_folder_above_it(tmp_path):
     assert module.commit_of(tmp_path) == f"{commit}-dirty"
 
 
-def test_git_runs_no_program_of_the_checkout(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "commit"),
+    [
+        ('{"url": "https://example.org/a.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}', "abc"),
+        ('{"url": "file:///a", "dir_info": {"editable": true}}', None),
+        ("{", None),
+        (None, None),
+    ],
+)
+def test_an_installation_from_a_repository_has_its_commit(text, commit, monkeypatch):
+    class Distribution:
+        def read_text(self, name):
+            assert name == "direct_url.json"
+            return text
+
+    monkeypatch.setattr(module.metadata, "distribution", lambda name: Distribution())
+    assert module._installed_commit() == commit
+
+
+def test_git_starts_no_monitor_of_the_checkout(tmp_path):
     (tmp_path / "file").write_text("a")
     for words in (["init"], ["add", "file"], ["commit", "-m", "a"]):
         subprocess.run([*GIT, *words], cwd=tmp_path, capture_output=True, check=True)

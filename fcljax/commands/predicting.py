@@ -142,7 +142,7 @@ def _predictions(
             with quiet():
                 read = [_pixels(path, skip_corrupt) for path in batch]
             skipped.extend(error for error in read if isinstance(error, str))
-            images = {path: x for path, x in zip(batch, read, strict=True) if not isinstance(x, str)}
+            images = [(path, x) for path, x in zip(batch, read, strict=True) if not isinstance(x, str)]
             if images:
                 predictions.extend(_of_batch(model, names, images))
             bar.advance(task, len(batch))
@@ -156,13 +156,13 @@ def _terminal() -> Console:
 
 
 def _of_batch(
-    model: "Model", names: Sequence[str], images: dict[Path, UInt8[np.ndarray, "H W 3"]]
+    model: "Model", names: Sequence[str], images: Sequence[tuple[Path, UInt8[np.ndarray, "H W 3"]]]
 ) -> Iterator[Prediction]:
-    logits = model.scores(list(images.values()), preprocess=True)
+    logits = model.scores([pixels for _, pixels in images], preprocess=True)
     # a softmax, shifted by the largest logit so that exp cannot overflow
     shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
     probability = shifted / shifted.sum(axis=-1, keepdims=True)
-    for path, label, shares in zip(images, logits.argmax(axis=-1), probability, strict=True):
+    for (path, _), label, shares in zip(images, logits.argmax(axis=-1), probability, strict=True):
         yield Prediction(str(path), names[label], float(shares[label]))
 
 

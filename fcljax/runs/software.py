@@ -46,7 +46,7 @@ def commit_of(checkout: Path) -> str | None:
     if not (checkout / ".git").exists():
         return None
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    # neither runs a program of the checkout's settings nor writes into it
+    # neither starts the checkout's monitor of files nor writes into it
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(checkout), *describe]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
@@ -59,7 +59,7 @@ def _installed_commit() -> str | None:
     """Return the commit that pip installed from a repository (PEP 610)."""
     try:
         text = metadata.distribution("fcljax").read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
+        return json.loads(text or "{}")["vcs_info"]["commit_id"]
+    # installed from a folder, an index or by hand
+    except (metadata.PackageNotFoundError, KeyError, ValueError):
         return None
-    origin = json.loads(text or "{}")
-    return origin.get("vcs_info", {}).get("commit_id")
