@@ -15,7 +15,14 @@ from rich.table import Table
 from fcljax.api import Data, Result, run
 from fcljax.errors import InputError
 from fcljax.methods import MethodEntry
-from fcljax.results.comparison import curves_of, differences_table, groups_of, is_personal, results_table
+from fcljax.results.comparison import (
+    curves_of,
+    differences_table,
+    groups_of,
+    is_personal,
+    results_table,
+    total_seconds,
+)
 from fcljax.results.run_folder import Summary, load_summary, run_folders
 from fcljax.settings import RunConfig
 from fcljax.studies.seeds import listed_seeds
@@ -84,13 +91,14 @@ class Comparison:
         global or personal."""
         rows = []
         for summary in self.runs:
-            traffic = summary["communication_total"]
+            # runs of earlier versions have no total
+            traffic = summary.get("communication_total") or {}
             row = {name: summary[name] for name in COLUMNS}
             row["model"] = "personal" if is_personal(summary) else "global"
             row["forgetting"] = summary["forgetting"]["paper"]
-            row["upload_bytes"] = traffic["upload_bytes"]
-            row["download_bytes"] = traffic["download_bytes"]
-            row["seconds"] = sum(summary["time"].values())
+            row["upload_bytes"] = traffic.get("upload_bytes")
+            row["download_bytes"] = traffic.get("download_bytes")
+            row["seconds"] = total_seconds(summary)
             rows.append(row)
         return rows
 

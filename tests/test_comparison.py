@@ -149,6 +149,15 @@ def test_personal_models_are_named_apart_from_the_global_one():
     assert [row["model"] for row in Comparison(runs).rows()] == ["global", "personal"]
 
 
+def test_rows_of_runs_that_lack_a_number_have_none():
+    """Earlier versions wrote no total, and null for what was not timed."""
+    run = with_config(communication_total=None)
+    run["time"] = run["time"] | {"server_s": None}
+    (row,) = Comparison([run]).rows()
+    assert row["upload_bytes"] is None and row["download_bytes"] is None
+    assert row["seconds"] == sum(seconds or 0 for seconds in run["time"].values())
+
+
 def test_a_paired_difference_and_its_interval_by_hand():
     """Differences 1, 2 and 6: mean 3, deviation sqrt(7), and t(0.975, 2) = 4.302653."""
     mean, low, high = metrics.paired_difference([11.0, 22.0, 36.0], [10.0, 20.0, 30.0])
