@@ -104,6 +104,14 @@ def test_predictions_are_in_the_run_directory_and_make_the_confusion_matrix():
     assert np.bincount(bins, minlength=15).tolist() == result.metrics["calibration"]["examples"]
 
 
+def test_the_card_of_a_run_of_one_task_has_no_forgetting():
+    summary = dict(fcljax.Result.of(small_runs.finished("linear")).metrics)
+    assert export._stream(summary) == "10 classes in 5 tasks"
+    summary["A"] = summary["A"][:1]
+    assert export._stream(summary) == "10 classes at once"
+    assert export._forgetting(summary) == "none: there is one task"
+
+
 @pytest.mark.long
 def test_a_run_that_is_resumed_after_its_last_round_predicts_again(tmp_path):
     run = tmp_path / "run"

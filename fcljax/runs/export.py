@@ -296,7 +296,7 @@ def card(
     settings = summary["config"]
     facts = {
         "Method": f"`{summary['method']}` ({summary['fidelity']})",
-        "Data": f"{summary['dataset']}, {len(summary['class_names'])} classes in {settings['tasks']} tasks",
+        "Data": f"{summary['dataset']}, {_stream(summary)}",
         "Clients": f"{settings['clients']}, {_partition(settings)}, seed {summary['seed']}",
         "Network": f"{summary['backbone']}, weights {trained.digest[:16]} (sha256)",
         "Images": f"mean {pixels['mean']}, standard deviation {pixels['std']}" if pixels else "other data",
@@ -328,11 +328,18 @@ def _partition(settings: Mapping[str, Any]) -> str:
     return f"partition `{partition}`"
 
 
+def _stream(summary: Mapping[str, Any]) -> str:
+    classes = len(summary["class_names"])
+    tasks = len(summary["A"])
+    if tasks == 1:
+        return f"{classes} classes at once"
+    return f"{classes} classes in {tasks} tasks"
+
+
 def _forgetting(summary: Mapping[str, Any]) -> str:
-    forgetting = summary["forgetting"]["paper"]
-    if forgetting is None:
+    if len(summary["A"]) == 1:
         return "none: there is one task"
-    return f"{100 * forgetting:.1f} points"
+    return f"{100 * summary['forgetting']['paper']:.1f} points"
 
 
 def _usage(trained: Trained, network: bool) -> str:
