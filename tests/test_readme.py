@@ -12,12 +12,15 @@ import pytest
 import small_runs
 
 from fcljax import config
+from fcljax.checks.chips import CHIPS
 from fcljax.choices import with_options
 from fcljax.commands import running
 from fcljax.commands.arguments import Words, chosen_in, parse
 from fcljax.commands.data import ShowOptions
 from fcljax.commands.exporting import ExportOptions
 from fcljax.commands.health import DoctorOptions
+from fcljax.commands.leaderboard import LeaderboardOptions
+from fcljax.commands.planning import PlanOptions
 from fcljax.commands.reproducing import ReproduceOptions
 from fcljax.commands.sweeping import SweepOptions
 from fcljax.commands.tuning import TuneOptions
@@ -110,6 +113,8 @@ def test_commands_have_options_that_exist(monkeypatch):
         "watch",
         "tune",
         "weights",
+        "leaderboard",
+        "plan",
     }
     assert {call[0] for call in calls} == commands_
     monkeypatch.chdir(small_runs.ROOT)
@@ -122,6 +127,12 @@ def test_commands_have_options_that_exist(monkeypatch):
         ranges, rest = tuning.sorted_arguments(call[2:])
         given = running.parse_run(call[1], rest, "tune", "", {"tuning": TuneOptions()})
         assert ranges and given and all(tuning.parse_range(call[1], {}, *each) for each in ranges)
+    for call in (call for call in calls if call[0] == "plan"):
+        given, _ = running.read_alone(call[1:], "plan", {"plan": PlanOptions()})
+        assert running.pop_options(PlanOptions(), given).chip in CHIPS
+        config.from_mapping(call[1], {name: given[name] for name in given if name != "method"}, "README")
+    for call in (call for call in calls if call[0] == "leaderboard"):
+        parse({"leaderboard": LeaderboardOptions()}, call[2:], call[:1], "", Words("WORDS"))
     others = {"embed": (EmbedConfig, 1), "convert": (ConvertOptions, 3), "data show": (ShowOptions, 3)}
     others |= {"pretrain-decoder": (PretrainDecoderConfig, 1), "sweep": (SweepOptions, 2)}
     others |= {"doctor": (DoctorOptions, 2), "export": (ExportOptions, 2)}
