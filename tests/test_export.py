@@ -15,6 +15,7 @@ from fcljax import cli
 from fcljax.models.shapes import VITS, ViTConfig
 from fcljax.models.vit import Lora, low_rank, parameter_shapes
 from fcljax.models.weights import finding, naming
+from fcljax.results import metrics
 from fcljax.results.repeat import software_of
 from fcljax.runs import export
 
@@ -109,7 +110,8 @@ def test_the_card_of_a_run_of_one_task_has_no_forgetting():
     assert export._stream(summary) == "10 classes in 5 tasks"
     summary["A"] = summary["A"][:1]
     assert export._stream(summary) == "10 classes at once"
-    assert export._forgetting(summary) == "none: there is one task"
+    summary["forgetting"] = metrics.forgetting([[0.5]])
+    assert export._forgetting(summary) == "-"
 
 
 @pytest.mark.long

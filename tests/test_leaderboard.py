@@ -208,6 +208,7 @@ def test_intervals_are_students():
     # 2 degrees of freedom: t = 4.3027, standard error 10 / sqrt(3)
     assert board.with_interval([0.1, 0.2, 0.3]) == "20.00±24.84"
     assert board.with_interval([0.25]) == "25.00"
+    assert board.with_interval([float("nan")] * 2) == "-"
 
 
 def test_only_the_chosen_factor_is_run_on_test_images(here, monkeypatch, capsys):

@@ -54,9 +54,9 @@ def test_without_negative_terms_released_forgetting_is_the_papers_times_t_minus_
     assert forgetting["released"] == pytest.approx(forgetting["paper"] * 3 / 4)
 
 
-def test_a_single_task_forgets_nothing():
-    assert metrics.forgetting([[0.4]]) == {"paper": 0.0, "released": 0.0, "diagonal": 0.0}
-    assert metrics.backward_transfer([[0.4]]) == 0.0
+def test_a_single_task_has_no_forgetting():
+    assert metrics.forgetting([[0.4]]) == {"paper": None, "released": None, "diagonal": None}
+    assert metrics.backward_transfer([[0.4]]) is None
 
 
 def test_the_first_rows_of_a_matrix_give_the_metrics_of_that_moment():

@@ -248,8 +248,8 @@ def drop(matrix: Matrix, images: Sequence[int] | np.ndarray) -> float:
     return _mean(accuracies.acc[:-1] - accuracies.lastacc[1:])
 
 
-def forgetting(matrix: Matrix) -> dict[str, float]:
-    """Compute forgetting by the three definitions in use; all are 0 for a single task.
+def forgetting(matrix: Matrix) -> dict[str, float | None]:
+    """Compute forgetting by the three definitions in use; all are None for a single task.
 
     paper: 1/(T-1) sum_{i<T} (max_{t<T} a[t, i] - a[T, i]); negative when old tasks
       improve (FPPL, PILoRA; VFCL eq. 23).
@@ -260,7 +260,7 @@ def forgetting(matrix: Matrix) -> dict[str, float]:
     """
     a = _lower(matrix)
     if len(a) < 2:
-        return {"paper": 0.0, "released": 0.0, "diagonal": 0.0}
+        return {"paper": None, "released": None, "diagonal": None}
     final = a[-1]
     # fmax leaves out NaN, above the diagonal and of tasks without test images
     best_before = np.fmax.reduce(a[:-1, :-1], axis=0)
@@ -271,11 +271,14 @@ def forgetting(matrix: Matrix) -> dict[str, float]:
     }
 
 
-def backward_transfer(matrix: Matrix) -> float:
+def backward_transfer(matrix: Matrix) -> float | None:
     """Compute 1/(T-1) sum_{i<T} (a[T, i] - a[i, i]) (Lopez-Paz and Ranzato 2017, eq.
-    3); 0 for a single task."""
+    3); None for a single task."""
+    loss = forgetting(matrix)["diagonal"]
+    if loss is None:
+        return None
     # + 0.0 turns -0.0 into 0.0
-    return -forgetting(matrix)["diagonal"] + 0.0
+    return -loss + 0.0
 
 
 def summarize(matrix: Matrix) -> dict:

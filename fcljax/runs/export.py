@@ -337,9 +337,10 @@ def _stream(summary: Mapping[str, Any]) -> str:
 
 
 def _forgetting(summary: Mapping[str, Any]) -> str:
-    if len(summary["A"]) == 1:
-        return "none: there is one task"
-    return f"{100 * summary['forgetting']['paper']:.1f} points"
+    forgetting = summary["forgetting"]["paper"]
+    if forgetting is None:
+        return "-"
+    return f"{100 * forgetting:.1f} points"
 
 
 def _usage(trained: Trained, network: bool) -> str:

@@ -395,7 +395,10 @@ def cells(row: Standing) -> list[str]:
 
 
 def with_interval(values: Sequence[float]) -> str:
-    """Return the mean of fractions in %, with half of its 95 % interval if possible."""
+    """Return the mean of fractions in %, with half of its 95 % interval if possible; "-"
+    for what a run does not have, such as the forgetting of one task."""
+    if np.isnan(values).any():
+        return "-"
     percents = [100 * value for value in values]
     if len(percents) < 2:
         return f"{percents[0]:.2f}"
