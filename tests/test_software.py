@@ -13,6 +13,7 @@ from fcljax.results.repeat import software_of
 from fcljax.runs import resume
 from fcljax.runs import software as module
 
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
 
 
@@ -26,8 +27,8 @@ def test_a_finished_run_names_the_versions_that_are_installed():
     assert f"jax {metadata.version('jax')}" in software_of(summary)
 
 
-@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_the_commit_is_that_of_the_checkout_and_of_no_folder_above_it(tmp_path):
+@needs_git
+def test_the_commit_is_that_of_the_checkout_and_of_no_folder_above_it(tmp_path, monkeypatch):
     def git(*words):
         return subprocess.run([*GIT, *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
@@ -42,6 +43,9 @@ def test_the_commit_is_that_of_the_checkout_and_of_no_folder_above_it(tmp_path):
     assert module.commit_of(tmp_path) == commit
     assert module.commit_of(tmp_path / "package") is None
     (tmp_path / "file").write_text("b")
+    assert module.commit_of(tmp_path) == f"{commit}-dirty"
+    # as in a hook of another repository
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
     assert module.commit_of(tmp_path) == f"{commit}-dirty"
 
 
@@ -64,6 +68,7 @@ def test_an_installation_from_a_repository_has_its_commit(text, commit, monkeypa
     assert module._installed_commit() == commit
 
 
+@needs_git
 def test_git_starts_no_monitor_of_the_checkout(tmp_path):
     (tmp_path / "file").write_text("a")
     for words in (["init"], ["add", "file"], ["commit", "-m", "a"]):

@@ -3,6 +3,7 @@ and the commit of a checkout."""
 
 import functools
 import json
+import os
 import platform
 import subprocess
 from importlib import metadata
@@ -48,8 +49,12 @@ def commit_of(checkout: Path) -> str | None:
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     # neither starts the checkout's monitor of files nor writes into it
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(checkout), *describe]
+    # in a hook of git these name the repository of the hook
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
+        answer = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=PATIENCE, env=environment
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip()
