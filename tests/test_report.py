@@ -1,12 +1,15 @@
 """Run files, tables and figures."""
 
 import io
+import itertools
 import json
 import subprocess
 import sys
+import types
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import matplotlib.legend
 import numpy as np
 import pytest
 from PIL import Image
@@ -210,6 +213,14 @@ def test_the_same_data_give_the_same_bytes(tmp_path):
         for name in "ab"
     )
     assert first == second
+
+
+def test_a_busy_machine_gets_a_figure_without_a_warning(tmp_path, monkeypatch):
+    """matplotlib warns if it took a second to place the legend."""
+    clock = types.SimpleNamespace(perf_counter=itertools.count(0, 10).__next__)
+    monkeypatch.setattr(matplotlib.legend, "time", clock)
+    path = figures.save(tmp_path / "a.png", figures.accuracy_curve({"a": [0.5, 0.25]}))
+    assert path.stat().st_size > 1000 and clock.perf_counter() > 10
 
 
 def test_drawing_leaves_pyplot_alone(tmp_path):

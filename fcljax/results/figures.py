@@ -78,6 +78,8 @@ def save(path: str | Path, figure: Figure) -> Path:
         # matplotlib warns of each letter that its font lacks, such as in a user's class
         # name
         warnings.filterwarnings("ignore", message="Glyph")
+        # and of a place for the legend that it took a second to find, as on a busy machine
+        warnings.filterwarnings("ignore", message="Creating legend")
         figure.savefig(temporary, format=form, metadata=FORMATS[form])
     return path
 
