@@ -49,7 +49,7 @@ def results_of(page: str, heading: str) -> dict[str, tuple[float, float]]:
     """Return MB and A_last of each method."""
     results = {}
     for row in rows_of(page, heading):
-        # signs behind the name say where the row was measured
+        # signs behind the name mark personal models and the vote of a batch
         method = row["method"].split()[0]
         results[method] = (float(row["MB"]), float(row["A_last"].split()[0]))
     return results

@@ -100,7 +100,8 @@ def accuracy_curve(
       legend: whether to add one. Line i has the gid `curve c{i}`, its band `band c{i}`.
     """
     size = (7.2, 4.4)
-    if legend and len(runs) > INSIDE:
+    at_side = legend and len(runs) > INSIDE
+    if at_side:
         size = beside_legend(4.4, len(runs))
     figure = new_figure(*size)
     axes = figure.add_subplot()
@@ -124,7 +125,7 @@ def accuracy_curve(
     axes.set_xticks(_ticks(longest))
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     open_frame(axes)
-    if legend and len(runs) > INSIDE:
+    if at_side:
         figure.legend(loc="outside right upper", frameon=False)
     elif runs and legend:
         axes.legend(frameon=False)

@@ -31,11 +31,13 @@ def command(settings: dict[str, Any], given: Collection[str] | None) -> list[str
 def software_of(summary: Mapping[str, Any]) -> str:
     """Return the versions that made a run as text; "" for runs that do not name them."""
     versions = dict(summary.get("software") or {})
-    package = [f"fcljax {versions.pop('fcljax', '?')}"] if versions else []
+    if not versions:
+        return ""
+    package = versions.pop("fcljax", "?")
     commit = versions.pop("commit", None)
     if commit:
-        package = [f"{package[0]} at commit {commit}"]
-    return ", ".join([*package, *(f"{name} {version}" for name, version in versions.items())])
+        package = f"{package} at commit {commit}"
+    return ", ".join(f"{name} {version}" for name, version in {"fcljax": package, **versions}.items())
 
 
 def all_software_of(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
