@@ -79,16 +79,25 @@ def has_shapes(annotation) -> bool:
     return any(map(has_shapes, typing.get_args(annotation)))
 
 
-def checked(*function, typechecker):
+def checked(*functions, typechecker):
     """In place of `jaxtyping.jaxtyped`, whose two checkers of each function are costly to make and to call.
     What has shapes goes through it, and what has none to beartype itself. An inner function without
-    shapes, which is made anew in every call, stays as it is."""
-    if not any(map(inspect.isfunction, function)):
-        return with_shapes(*function, typechecker=typechecker)
-    (own,) = function
-    if any(map(has_shapes, own.__annotations__.values())):
-        return with_shapes(own, typechecker=typechecker)
-    return own if "<locals>" in own.__qualname__ else without_shapes(own)
+    shapes, which is made anew in every call, stays as it is. Checks are made at the first call: a process
+    that runs tests imports every module, and makes its inner functions again and again."""
+    if not any(map(inspect.isfunction, functions)):
+        return with_shapes(*functions, typechecker=typechecker)
+    (function,) = functions
+    shapes = any(map(has_shapes, function.__annotations__.values()))
+    if not shapes and "<locals>" in function.__qualname__:
+        return function
+    make = functools.partial(with_shapes, typechecker=typechecker) if shapes else without_shapes
+    checker = functools.cache(lambda: make(function))
+
+    @functools.wraps(function)
+    def with_checks(*args, **kwargs):
+        return checker()(*args, **kwargs)
+
+    return with_checks
 
 
 modules: tuple[typing.Any, ...] = (jaxtyping, _decorator)

@@ -81,7 +81,7 @@ def test_a_run_on_objects_in_memory_has_everything_that_a_run_has(result):
 )
 def test_tasks_may_list_a_part_of_the_classes(data, tasks, capsys):
     """Numbers of named data are those of the whole data set."""
-    result = fcljax.run("fedncm", data, tasks=tasks, clients=2, image_size=8)
+    result = fcljax.run("fedncm", data, backbone=FLAT, tasks=tasks, clients=2)
     if data is DATA:
         others = np.count_nonzero(~np.isin(Y, [2, 3, 9]))
         line = f"classes: 3 of 10; {others} of 400 examples have other labels and are left out"
