@@ -84,13 +84,14 @@ class Result:
           InputError: if the run is not finished, or its method is a program that was
             not given.
         """
+        summary = load_summary(folder)
         values = config.load_yaml(Path(folder) / "config.yaml")
         if method is None:
             method = str(values.get("method"))
             check_no_code(method, str(folder), "if you trust it, give it: Result.of(folder, method)")
         check_no_programs(values, {}, str(folder))
         settings = config.from_mapping(method, values, "config.yaml")
-        return cls(load_summary(folder), Path(folder), settings)
+        return cls(summary, Path(folder), settings)
 
     @property
     def accuracy(self) -> Float[np.ndarray, "T T"]:

@@ -119,6 +119,8 @@ def nearest(value: object, options: Iterable[str]) -> str:
     """Return a hint for an unknown name: its name in this package, else the closest of
     `options`, or all of them when none is close."""
     options = sorted({str(option) for option in options})
+    if not options:
+        return "there are none"
     synonym = SYNONYMS.get(str(value).lstrip("-").replace("-", "_"), "")
     # options may be keys of a file or flags of the command line
     for name in (synonym, "--" + synonym.replace("_", "-")):

@@ -23,22 +23,25 @@ def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary file beside `path` to write to.
 
     It replaces `path` if the block ends without an error; otherwise it is removed.
-    Readers see the old content or the new one, never a part of it.
+    Readers see the old content or the new one, never a part of it. Folders of `path` that
+    are missing are made, and stay only if the file does.
     """
     path = Path(path)
     # beside it, because a rename is atomic only within one file system; with its suffix,
     # because numpy and matplotlib choose the format by it, or append another
     temporary = beside(path, path.suffix)
     try:
-        # O_EXCL follows no link that another user has put there
-        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-        yield temporary
-        os.replace(temporary, path)
+        with folder_for(path.parent):
+            try:
+                # O_EXCL follows no link that another user has put there
+                os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                yield temporary
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
     # the error of a failed write names no file, and that of a rename the temporary one
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def hugging_face_home() -> Path:
@@ -78,13 +81,15 @@ def folder_for(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
     """Yield a folder beside `target` to write to, which is removed at the end unless it
-    has been moved."""
+    has been moved. Folders of `target` that are missing are made, and stay unless the
+    block ends with an error."""
     folder = beside(target)
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with folder_for(target.parent):
+        try:
+            folder.mkdir()
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def beside(path: Path, suffix: str = "") -> Path:
@@ -260,6 +265,18 @@ def check_folder(folder: str | Path, field: str = "out") -> None:
         for path in reversed(new_folders):
             with contextlib.suppress(OSError):
                 path.rmdir()
+
+
+def check_file(path: str | Path, field: str = "out") -> None:
+    """Check that a file can be written, or replaced, before anything slow starts.
+
+    Raises:
+      InputError: naming `field`, for a folder of that name, or as `check_folder`.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise InputError(f"{field}: {str(path)!r} is a folder; give the name of a file")
+    check_folder(path.parent, field)
 
 
 def in_home(path: str | Path, field: str) -> Path:

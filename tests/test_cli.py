@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import small_runs
 import yaml
+from PIL import Image
 
 from fcljax import __version__, cli, config
 from fcljax.adapters import ADAPTERS
@@ -544,6 +545,16 @@ def test_data_show_overwrites_nothing(capsys):
     assert folder.name.startswith("data-digits-") and len(list(folder.iterdir())) == 2
 
 
+@pytest.mark.parametrize("command", ["report RUN", "predict RUN image.png", "data show digits"])
+def test_a_result_goes_into_a_new_folder(command, linear_run):
+    Image.new("RGB", (8, 8)).save("image.png")
+    words = command.replace("RUN", str(linear_run)).split()
+    suffix = {"report": ".html", "predict": ".csv"}.get(words[0], "")
+    out = Path("new") / "folder" / f"result{suffix}"
+    assert cli.main([*words, "--out", str(out)]) == 0
+    assert out.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -558,6 +569,8 @@ def test_data_show_overwrites_nothing(capsys):
         (["data", "prepare", "digits", "--positions", "plain"], ["unknown option '--positions'"]),
         (["data", "show", "digits", "--normalise", "unit"], ["unknown option '--normalise'"]),
         (["embed", "--augment"], ["unknown option '--augment'"]),
+        (["list", "--json"], ["unknown option '--json'; there are none"]),
+        (["export", "nowhere"], ["run: no directory 'nowhere'"]),
         (["convert"], ["convert: 0 files given", "SRC [DST]"]),
         (["convert", "a", "b", "c"], ["convert: 3 files given"]),
         (["convert", "absent.npz"], ["absent.npz"]),

@@ -57,7 +57,7 @@ def test_updates_of_queries_and_values_are_one_update_of_timm_s_projection():
 @pytest.mark.long
 def test_an_export_has_the_model_s_parameters_classifier_and_card(tmp_path, capsys):
     run = small_runs.finished("linear")
-    folder = tmp_path / "out"
+    folder = tmp_path / "new" / "out"
     capsys.readouterr()
     assert cli.main(["export", str(run), "--out", str(folder), "--network"]) == 0
     shown = capsys.readouterr().out

@@ -21,6 +21,7 @@ def run(tmp_path_factory):
     for i, image in enumerate(images):
         Image.fromarray(image).save(folder / "images" / ("deep" if i > 25 else "") / f"{i:02}.png")
     (folder / "images" / "notes.txt").write_text("no image")
+    (folder / "taken.csv").mkdir()
     return folder, images
 
 
@@ -52,6 +53,8 @@ def test_the_table_and_the_csv_file_have_the_models_predictions(run, capsys):
             "images: none of 1 can be decoded, the first error: '",
         ),
         (["{folder}/images", "--out", "labels.txt"], "out: 'labels.txt' is not a CSV file's name"),
+        (["{folder}/images", "--out", "{folder}/taken.csv"], "out: '{folder}/taken.csv' is a folder; give"),
+        (["{folder}/images", "--out", "/proc/new/labels.csv"], "out: cannot write to '/proc/new'"),
         (
             ["{folder}/images", "--client", "0"],
             "client: 0, and linear has no personal models; leave --client out",
@@ -72,11 +75,12 @@ def test_a_broken_image_ends_the_command_or_is_counted(run, tmp_path, capsys):
     for i in range(3):
         Image.fromarray(images[i]).save(tmp_path / f"{i}.png")
     (tmp_path / "1.png").write_bytes((tmp_path / "1.png").read_bytes()[:60])
-    out = tmp_path / "labels.csv"
+    out = tmp_path / "new" / "labels.csv"
     words = ["predict", str(folder / "run"), str(tmp_path), "--out", str(out)]
     capsys.readouterr()
     assert cli.main(words) == 2
-    assert f"'{tmp_path}/1.png' is not a readable image" in capsys.readouterr().err and not out.exists()
+    assert f"'{tmp_path}/1.png' is not a readable image" in capsys.readouterr().err
+    assert not out.parent.exists()
     assert cli.main([*words, "--skip-corrupt"]) == 0
     assert f"skipped 1 of 3 images, the first: '{tmp_path}/1.png' is not" in capsys.readouterr().err
     rows = list(csv.DictReader(out.read_text().splitlines()))

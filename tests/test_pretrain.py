@@ -103,13 +103,15 @@ def test_values_out_of_range_are_named(field, value):
         pretrain(dataclasses.replace(TINY, **{field: value}))
 
 
-def test_another_suffix_or_a_missing_folder_is_named_before_training(tmp_path):
+def test_another_suffix_or_a_folder_is_named_before_training(tmp_path):
     with pytest.raises(
         InputError, match=r"^out: .*\.npz' must end in \.safetensors; nearest: 'a\.safetensors'$"
     ):
         pretrain(dataclasses.replace(TINY, out=Path("a.npz")))
-    with pytest.raises(InputError, match="^out: no folder"):
-        pretrain(dataclasses.replace(TINY, out=tmp_path / "missing" / "a.safetensors"))
+    folder = tmp_path / "a.safetensors"
+    folder.mkdir()
+    with pytest.raises(InputError, match=r"^out: .*a\.safetensors' is a folder; give the name of a file"):
+        pretrain(dataclasses.replace(TINY, out=folder))
 
 
 def test_full_strength_is_the_style_itself_and_less_is_slighter():

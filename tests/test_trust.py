@@ -30,7 +30,7 @@ from fcljax import cli
 from fcljax.commands import arguments, running
 from fcljax.data.files import download, npz_files, prepared, sources
 from fcljax.errors import InputError, one_line
-from fcljax.files import owned, write_text
+from fcljax.files import atomic, owned, write_text
 from fcljax.results import figures
 from fcljax.runs import build, checkpoint, loop, memory, signals
 from fcljax.runs.folder import LOCK, created
@@ -827,6 +827,20 @@ def test_files_and_folders_have_the_user_s_umask(umask, shelf, tmp_path):
     files = [tmp_path / "a.txt", tmp_path / "run" / "config.yaml", *folder.iterdir()]
     assert {mode(path) for path in files} == {0o666 & ~umask}
     assert {mode(path) for path in (folder, tmp_path / "run" / "checkpoints")} == {0o777 & ~umask}
+
+
+def test_a_file_makes_its_folders_and_a_write_that_fails_leaves_none(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="No space left"), atomic(tmp_path / "new" / "deep" / "a.txt"):
+        raise OSError(28, "No space left")
+    with pytest.raises(OSError, match="folder'$"), atomic(tmp_path / "folder"):
+        pass
+    with pytest.raises(OSError, match="a.txt/b.txt'$"):
+        write_text(tmp_path / "a.txt", "a")
+        write_text(tmp_path / "a.txt" / "b.txt", "b")
+    assert {path.name for path in tmp_path.rglob("*")} == {"folder", "a.txt"}
+    write_text(tmp_path / "new" / "deep" / "a.txt", "a")
+    assert (tmp_path / "new" / "deep" / "a.txt").read_text() == "a"
 
 
 def test_a_partial_download_that_is_a_link_is_not_followed(tmp_path):

@@ -51,9 +51,8 @@ def predict(arguments: list[str]) -> int:
     words, options = parsed(PredictOptions(), arguments, ["predict"], about, Words("RUN_DIR IMAGE..."))
     if len(words) < 2:
         raise InputError(f"images: none given; {USAGE}")
-    if options.out and Path(options.out).suffix.lower() != ".csv":
-        nearest = str(Path(options.out).with_suffix(".csv"))
-        raise InputError(f"out: {options.out!r} is not a CSV file's name; nearest: {nearest!r}")
+    if options.out:
+        _check_name(options.out)
     run, *named = words
     files, left_out = _image_files(named)
 
@@ -92,6 +91,20 @@ def predict(arguments: list[str]) -> int:
         _write(options.out, predictions)
         say(console, f"predictions: {options.out}")
     return 0
+
+
+def _check_name(out: str) -> None:
+    """Check the name of the file of predictions.
+
+    Raises:
+      InputError: for another suffix, or as `check_file`.
+    """
+    from fcljax.files import check_file
+
+    if Path(out).suffix.lower() != ".csv":
+        nearest = str(Path(out).with_suffix(".csv"))
+        raise InputError(f"out: {out!r} is not a CSV file's name; nearest: {nearest!r}")
+    check_file(out)
 
 
 def _image_files(named: Sequence[str]) -> tuple[list[Path], str]:

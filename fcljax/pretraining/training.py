@@ -13,7 +13,7 @@ import optax
 
 from fcljax.data.glyphs import Fields, Style, sample_glyphs
 from fcljax.errors import InputError
-from fcljax.files import check_folder
+from fcljax.files import check_file
 from fcljax.options import fields_of
 from fcljax.terminal import progress_bar
 from fcljax.types import PyTree
@@ -108,7 +108,7 @@ def check_weights_file(out: Path) -> None:
     """Check, before anything slow, that weights can be written to `out`.
 
     Raises:
-      InputError: for another suffix, or a folder that does not exist or cannot be written.
+      InputError: for another suffix, a folder of that name, or one that cannot be written.
     """
     out = Path(out)
     # the suffix decides how a run reads the file
@@ -116,9 +116,7 @@ def check_weights_file(out: Path) -> None:
         raise InputError(
             f"out: {str(out)!r} must end in .safetensors; nearest: {str(out.with_suffix('.safetensors'))!r}"
         )
-    if not out.absolute().parent.is_dir():
-        raise InputError(f"out: no folder {str(out.absolute().parent)!r}")
-    check_folder(out.absolute().parent)
+    check_file(out)
 
 
 def command_line(command: str, config: object, *without: str) -> str:

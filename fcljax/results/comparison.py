@@ -13,7 +13,7 @@ from rich.table import Table
 
 from fcljax.config import EngineConfig
 from fcljax.errors import InputError
-from fcljax.files import check_folder
+from fcljax.files import check_file
 from fcljax.results.metrics import over_seeds, paired_difference
 from fcljax.results.run_folder import Number, Summary, load_summary, run_folders, value_at
 from fcljax.terminal import add_row, duration, new_table
@@ -74,7 +74,7 @@ def compare(
     if not run_dirs:
         raise InputError("run: nothing to compare; give at least one run directory")
     if out is not None:
-        check_folder(Path(out).parent)
+        check_file(out)
     summaries = [load_summary(folder) for run_dir in run_dirs for folder in run_folders(run_dir)]
     groups = groups_of(summaries)
     tables = [results_table(summaries)]

@@ -72,7 +72,6 @@ def save(path: str | Path, figure: Figure) -> Path:
     """
     path = Path(path)
     form = check_format(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     settings = {"svg.hashsalt": "fcljax"}  # or the ids of an SVG are random
     with atomic(path) as temporary, warnings.catch_warnings(), matplotlib.rc_context(settings):
         # matplotlib warns of each letter that its font lacks, such as in a user's class

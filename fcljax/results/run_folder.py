@@ -47,7 +47,6 @@ def write_json(path: str | Path, obj: object) -> None:
         is.
     """
     text = json.dumps(_plain(obj), indent=2, allow_nan=False)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text + "\n")
 
 

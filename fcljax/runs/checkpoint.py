@@ -431,7 +431,6 @@ def save_shard(
     """
     path = _shards(folder, step) / f"process-{process}.npz"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with atomic(path) as temporary:
             np.savez(temporary, **dict(_named(clients)))
             sha256 = _sha256(temporary)
@@ -538,7 +537,6 @@ def _shards(folder: Path, step: int) -> Path:
 def save_task(folder: str | Path, task: int, kept: ReplayBuffer) -> str:
     """Write the examples that a server replays of a task, atomically. Return the file's sha256."""
     path = _file(folder, task)
-    path.parent.mkdir(exist_ok=True)
     named = {jax.tree_util.keystr(key): leaf for key, leaf in jax.tree.leaves_with_path(kept)}
     with atomic(path) as temporary:
         np.savez(temporary, **named)

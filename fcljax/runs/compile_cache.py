@@ -194,7 +194,6 @@ class CheckedCache:
     def put(self, key: str, value: bytes) -> None:
         """Write a program."""
         path = self._file(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
         with atomic(path) as temporary:
             temporary.write_bytes(hashlib.sha256(value).digest() + value)
 

@@ -60,9 +60,7 @@ def embed(
     # before the backbone and the data are loaded, which may take minutes
     if out.exists():
         raise InputError(f"out: {str(out)!r} exists already; give the name of a new file")
-    if not out.absolute().parent.is_dir():
-        raise InputError(f"out: no folder {str(out.absolute().parent)!r}")
-    check_folder(out.absolute().parent)
+    check_folder(out.parent)
     mesh = device_mesh(cfg.devices)
     inputs = load_inputs(cfg)
     if cfg.keep_head and inputs.backbone.head is None:

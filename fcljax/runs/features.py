@@ -289,7 +289,6 @@ def save_features(
 ) -> None:
     """Write the features of a split for later runs."""
     path = feature_file(options, inputs, part)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as temporary:
         np.savez(temporary, features=features, sha256=np.array(_sha256(features)))
 

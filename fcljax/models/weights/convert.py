@@ -131,8 +131,6 @@ def _target(source: str, target: str | None) -> Path:
     # never replaced, since it may be the only copy of somebody's weights
     if path.exists() or path.is_symlink():
         raise InputError(f"target: {str(path)!r} exists; give another name")
-    if not path.parent.is_dir():
-        raise InputError(f"target: there is no folder {str(path.parent)!r}")
     check_folder(path.parent, "target")
     return path
 

@@ -120,7 +120,6 @@ def get_weights(
     # the JSON files come first: a cache that has the weights must have all facts on them
     for sidecar in (*SIDECARS, TOKENIZER):
         if content := _download_json(f"{base}/{sidecar}", name):
-            (folder / sidecar).parent.mkdir(exist_ok=True)
             with atomic(folder / sidecar) as temporary:
                 temporary.write_bytes(content)
     path = folder / archive.file
