@@ -286,15 +286,15 @@ def run(
 
     Args:
       method: a name of `fcljax list`, FILE.py, or a `MethodEntry`.
-      data: the name of a data set; arrays (x, y, x_test, y_test); or a `Dataset`.
-        Images are uint8, or float in [0, 1]; with a backbone for other data, x is any
-        array [N, ...] or a pytree of them, and (x, y) is enough: a fifth of it is for
-        testing. Labels are integers or text.
+      data: the name of a data set; arrays (x, y, x_test, y_test), or (x, y), of which a
+        random fifth of each class is for testing; or a `Dataset`. Images are uint8, or
+        float in [0, 1]; with a backbone for other data, x is any array [N, ...] or a
+        pytree of them. Labels are integers or text.
       backbone: the name of a network, such as `mlp` for tables and `conv1d` for series;
         None: the numbers themselves are the features; or your own, a `Backbone` or a
         flax.nnx module.
       partition: as `--partition`; or the client of each training example [N], integers
-        or text.
+        or text; with (x, y), of each example.
       tasks: how many; or the labels of each task, such as [[0, 1], [2, 3, 4]], which are
         then all classes of the run; None: the method's number.
       out: the run directory, a new one; None: a temporary one, which is removed with
@@ -328,7 +328,7 @@ def run(
     settings = _settings(method, stated, out, resume)
     config.check_given(settings, options)
     observer = loop.Observer(console=Console(stderr=True, quiet=not progress))
-    _say_left_out(observer, examples, stated.get("classes"))
+    _say_examples(observer, data, examples, stated.get("classes"))
     # a result reads its tables, figures and model from files
     folder = Path(out or tempfile.mkdtemp(prefix="fcljax-"))
     try:
@@ -463,9 +463,17 @@ def _tasks(
     return listed | {"classes": _listed(order)}
 
 
-def _say_left_out(observer: loop.Observer, examples: Dataset | None, classes: str | None) -> None:
-    """Count the examples in memory of classes that a run does not use."""
-    if examples is None or classes is None:
+def _say_examples(observer: loop.Observer, data: Data, examples: Dataset | None, classes: str | None) -> None:
+    """Count the examples of (x, y) that are for testing, and those in memory of classes
+    that a run does not use."""
+    if examples is None:
+        return
+    if examples.whole and not isinstance(data, str | Dataset):
+        observer.say(
+            f"data: {len(examples.y_test):,} of {examples.whole:,} examples, a fifth of each class, are for "
+            "testing"
+        )
+    if classes is None:
         return
     used = chosen_classes(classes, examples.class_names)
     label = np.concatenate([examples.y_train, examples.y_test])

@@ -93,6 +93,17 @@ def test_tasks_may_list_a_part_of_the_classes(data, tasks, capsys):
     assert {*map(str, predicted)} <= {name for task in names for name in task}
 
 
+def test_without_test_examples_owners_are_of_all_examples(capsys):
+    short = {"backbone": FLAT, "tasks": 2}
+    with pytest.raises(InputError, match=r"^partition: owners are int64 of shape \[300\]; .* shape \[400\]"):
+        fcljax.run("fedncm", (X, Y), partition=Y[:300], **short)
+    result = fcljax.run("fedncm", (X, Y), partition=np.arange(400) % 3, **short)
+    test = sum(round(0.2 * count) for count in np.bincount(Y))
+    said = capsys.readouterr().err
+    assert f"data: {test} of 400 examples, a fifth of each class, are for testing" in said
+    assert result.metrics["config"]["clients"] == 3 and result.confusion.sum() == test
+
+
 def test_the_final_model_predicts_in_the_callers_labels_as_the_run_evaluated(result):
     predicted, classes = result.predict(DATA[2]), result.metrics["task_classes"]
     assert set(predicted) <= set(WORDS)
@@ -240,7 +251,8 @@ def test_arrays_in_memory_give_the_results_of_the_same_arrays_in_a_file(tmp_path
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"data": DATA[:3]}, "data: 3 arrays; expected four: (x, y, x_test, y_test)"),
+        ({"data": DATA[:3]}, "data: 3 arrays; expected (x, y) or (x, y, x_test, y_test)"),
+        ({"data": (X[:10], Y[:10])}, "data: no class has three examples, of which one could test"),
         ({"data": (X[:5], *DATA[1:])}, "data: x has 5 examples but y has 300; they must match"),
         ({"data": (np.eye(10)[Y[:300]], *DATA[1:])}, "data: x has shape (300, 10); expected [N, H, W, 3]"),
         ({"data": (X[:300] * 255, *DATA[1:])}, "data: x has values from 0 to 255"),

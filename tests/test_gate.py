@@ -21,6 +21,10 @@ from fcljax.errors import InputError
 
 GREY = np.arange(4 * 5 * 6, dtype=np.uint8).reshape(4, 5, 6) * 2
 LABELS = np.array([3, 0, 3, 1])
+TWELVE, PARITY = (
+    np.arange(12, dtype=np.uint8)[:, None, None] * np.ones((1, 2, 2), np.uint8),
+    np.arange(12) % 2,
+)
 
 
 def images(array):
@@ -183,7 +187,7 @@ def test_arrays_that_numpy_would_change_silently_are_refused():
     )
     mixed = (GREY, [0, 1, 0, "dog"], GREY, LABELS)
     assert "y mixes text with other values" in refusal(dataset_of_arrays, mixed)
-    assert "data: a dict; expected four arrays" in refusal(dataset_of_arrays, {"x": GREY})
+    assert "data: dict; expected (x, y) or (x, y, x_test, y_test)" in refusal(dataset_of_arrays, {"x": GREY})
 
 
 # ---- npz files ---------------------------------------------------------------------------------------------
@@ -228,11 +232,35 @@ def test_examples_without_a_label_are_left_out_where_that_is_asked_for(tmp_path)
     np.testing.assert_array_equal(data.x_train[..., 0], GREY[[0, 2]])
 
 
+@pytest.mark.parametrize("keys", [("x", "y"), ("images", "labels"), ("X_train", "y_train")])
+def test_of_a_file_without_test_arrays_a_fifth_of_each_class_is_for_testing(keys, tmp_path):
+    """As of the same arrays in memory, and the examples for testing are not among the others."""
+    said = Console(file=io.StringIO(), width=300)
+    data = load_dataset(
+        npz(tmp_path, **dict(zip(keys, (TWELVE, PARITY), strict=True))), DataOptions(console=said)
+    )
+    assert said.file.getvalue().endswith("2 of 12 examples, a fifth of each class, are for testing\n")
+    assert sorted(data.y_test.tolist()) == [0, 1] and np.bincount(data.y_train).tolist() == [5, 5]
+    pixels = np.concatenate([data.x_train, data.x_test])[:, 0, 0, 0]
+    assert sorted(pixels.tolist()) == TWELVE[:, 0, 0].tolist()
+    in_memory = dataset_of_arrays((TWELVE, PARITY)).dataset
+    np.testing.assert_array_equal(in_memory.x_test, data.x_test)
+    np.testing.assert_array_equal(in_memory.x_train[..., 0], TWELVE[in_memory.kept])
+    assert in_memory.whole == 12
+
+
+def test_half_a_test_split_is_named_and_no_class_of_two_is_split(tmp_path):
+    half = npz(tmp_path, x_train=TWELVE, y_train=PARITY, x_test=TWELVE)
+    assert "has no array 'y_test'; it needs x_test and y_test" in refusal(load_dataset, half)
+    small = npz(tmp_path, x=GREY, y=LABELS)
+    assert "no class has three examples, of which one could test" in refusal(load_dataset, small)
+
+
 def test_an_npz_file_without_the_arrays_is_refused_on_the_command_line(tmp_path, capsys):
-    name = npz(tmp_path, images=GREY, labels=LABELS)
+    name = npz(tmp_path, pixels=GREY, targets=LABELS)
     assert cli.main(["data", "prepare", name, "--data-dir", str(tmp_path / "data")]) == 2
     line = capsys.readouterr().err.strip()
-    assert line.count("\n") == 0 and "has no array 'x_train'" in line and "it has: images, labels" in line
+    assert line.count("\n") == 0 and "has no array 'x_train'" in line and "it has: pixels, targets" in line
     assert not (tmp_path / "data").exists()
 
 

@@ -4,19 +4,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool
 
 from fcljax.data.files.arrays import (
     NAME,
     Labelled,
     as_array,
-    check_lengths,
-    checked_splits,
+    check_count,
     digest_of_examples,
     numbered,
+    split_off_test,
+    with_numbering,
 )
 from fcljax.data.files.dataset import Dataset
-from fcljax.data.kinds import ArrayData, Kind, TextData, leaves, named_leaves, take, with_leaves
+from fcljax.data.kinds import ArrayData, Kind, TextData, leaves, named_leaves, with_leaves
 from fcljax.errors import InputError
 
 _INT32 = np.iinfo(np.int32)
@@ -77,39 +77,22 @@ def dataset_of_any_arrays(
     Raises:
       InputError: naming the array that does not fit.
     """
-    if not isinstance(arrays, list | tuple) or len(arrays) not in (2, 4):
-        described = f"{len(arrays)} arrays" if isinstance(arrays, list | tuple) else type(arrays).__name__
-        raise InputError(f"data: {described}; expected (x, y) or (x, y, x_test, y_test)")
+    check_count(arrays)
     x, kind = checked_examples("data", "x", arrays[0])
     y = as_array("data", "y", arrays[1])
+    kept = None
     if len(arrays) == 4:
         x_test = checked_examples("data", "x_test", arrays[2]).input
         y_test = as_array("data", "y_test", arrays[3])
         check_alike("data", "x", x, "x_test", x_test)
     else:
-        (values,) = checked_splits("data", {"y": y})
-        check_lengths("data", "x", leaves(x)[0], "y", values)
-        # not the run's seed: the test examples are the same in all runs
-        is_test = stratified(values, 0.2, np.random.RandomState(0))
-        x_test = take(x, is_test)
-        x = take(x, ~is_test)
-        y_test = values[is_test]
-        y = values[~is_test]
+        x, y, x_test, y_test, kept = split_off_test(x, y)
     train = (leaves(x)[0], y)
     test = (leaves(x_test)[0], y_test)
     y, y_test, names, labels = numbered(train, test, class_names)
     digest = digest_of_examples(x, y, x_test, y_test)
     dataset = Dataset(name, x, y, x_test, y_test, names, augment=False, digest=digest, kind=kind)
-    return Labelled(dataset, labels)
-
-
-def stratified(labels: np.ndarray, share: float, rng: np.random.RandomState) -> Bool[np.ndarray, " N"]:
-    """Mark a share of the examples of each class, for testing."""
-    is_test = np.zeros(len(labels), bool)
-    for label in np.unique(labels):
-        members = rng.permutation(np.flatnonzero(labels == label))
-        is_test[members[: round(share * len(members))]] = True
-    return is_test
+    return Labelled(with_numbering(dataset, kept), labels)
 
 
 def check_alike(where: str, name: str, x: Any, test_name: str, x_test: Any) -> None:

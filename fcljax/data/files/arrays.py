@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, UInt8
+from jaxtyping import Bool, Int, UInt8
 from PIL import Image
 
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.images import pixels_of
 from fcljax.data.files.prepared import digest_of_arrays
-from fcljax.data.kinds import leaves, named_leaves
+from fcljax.data.kinds import leaves, named_leaves, take
 from fcljax.errors import InputError, reason
 
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
@@ -35,7 +35,9 @@ class Labelled(NamedTuple):
 
 
 def dataset_of_arrays(arrays: Any, class_names: Sequence[str] | None = None) -> Labelled:
-    """Make the data set of (x, y, x_test, y_test).
+    """Make the data set of (x, y) or (x, y, x_test, y_test).
+
+    Without test examples, a random fifth of each class is for testing, the same in all runs.
 
     Args:
       arrays: images as `checked_images` takes them, and labels as `checked_labels` does.
@@ -45,19 +47,90 @@ def dataset_of_arrays(arrays: Any, class_names: Sequence[str] | None = None) -> 
     Raises:
       InputError: naming the array that does not fit.
     """
-    if not isinstance(arrays, list | tuple):
-        kind = type(arrays).__name__
-        raise InputError(f"data: a {kind}; expected four arrays: (x, y, x_test, y_test)")
-    if len(arrays) != 4:
-        raise InputError(f"data: {len(arrays)} arrays; expected four: (x, y, x_test, y_test)")
+    check_count(arrays)
+    # shorter where there are no test examples
     names = ("x", "y", "x_test", "y_test")
-    named = {name: as_array("data", name, values) for name, values in zip(names, arrays, strict=True)}
-    x, x_test = (checked_images("data", name, named[name]) for name in ("x", "x_test"))
+    named = {name: as_array("data", name, values) for name, values in zip(names, arrays, strict=False)}
+    x = checked_images("data", "x", named["x"])
+    y = named["y"]
+    kept = None
+    if "x_test" in named:
+        x_test = checked_images("data", "x_test", named["x_test"])
+        y_test = named["y_test"]
+    else:
+        x, y, x_test, y_test, kept = split_off_test(x, y)
     if x.shape[1:] != x_test.shape[1:]:
         raise InputError(f"data: images of x are {sides(x)} but of x_test {sides(x_test)}; make them equal")
-    y, y_test, names, labels = numbered((x, named["y"]), (x_test, named["y_test"]), class_names)
+    y, y_test, names, labels = numbered((x, y), (x_test, y_test), class_names)
     sha256 = digest_of_arrays(dict(zip(ARRAYS, (x, y, x_test, y_test), strict=True)))
-    return Labelled(Dataset(NAME, x, y, x_test, y_test, class_names=names, digest=sha256), labels)
+    dataset = Dataset(NAME, x, y, x_test, y_test, class_names=names, digest=sha256)
+    return Labelled(with_numbering(dataset, kept), labels)
+
+
+def check_count(arrays: Any) -> None:
+    """Check that a caller's arrays are (x, y) or (x, y, x_test, y_test).
+
+    Raises:
+      InputError: for another number of them, and for anything but a list or a tuple.
+    """
+    if not isinstance(arrays, list | tuple) or len(arrays) not in (2, 4):
+        described = type(arrays).__name__
+        if isinstance(arrays, list | tuple):
+            described = f"{len(arrays)} arrays"
+        raise InputError(f"data: {described}; expected (x, y) or (x, y, x_test, y_test)")
+
+
+class TrainAndTest(NamedTuple):
+    """Examples of which a random fifth of each class is for testing."""
+
+    x: Any
+    y: np.ndarray
+    x_test: Any
+    y_test: np.ndarray
+    kept: Int[np.ndarray, " n"]
+    """The numbers of x in all examples."""
+
+
+def split_off_test(x: Any, y: np.ndarray) -> TrainAndTest:
+    """Hold out a random fifth of each class for testing, the same in all runs.
+
+    Args:
+      x: arrays [N, ...].
+      y: labels as `checked_labels` takes them.
+
+    Raises:
+      InputError: for wrong labels, and where no class has three examples.
+    """
+    (labels,) = checked_splits("data", {"y": y})
+    check_lengths("data", "x", leaves(x)[0], "y", labels)
+    is_test = fifth_of_classes(labels)
+    if not is_test.any():
+        raise InputError("data: no class has three examples, of which one could test; give x_test and y_test")
+    kept = np.flatnonzero(~is_test)
+    return TrainAndTest(take(x, kept), labels[kept], take(x, is_test), labels[is_test], kept)
+
+
+def with_numbering(dataset: Dataset, kept: Int[np.ndarray, " n"] | None) -> Dataset:
+    """Number training examples as the caller does, who has those for testing among them.
+
+    Args:
+      dataset: of both splits.
+      kept: as of `split_off_test`; None: test examples were given.
+    """
+    if kept is None:
+        return dataset
+    return dataset._replace(kept=kept, whole=len(dataset.y_train) + len(dataset.y_test))
+
+
+def fifth_of_classes(labels: np.ndarray, seed: int = 0) -> Bool[np.ndarray, " N"]:
+    """Mark a random fifth of each class, for testing. It depends on no seed of a run, so
+    that all runs share one test set."""
+    rng = np.random.RandomState(seed)
+    is_test = np.zeros(len(labels), bool)
+    for label in np.unique(labels):
+        members = rng.permutation(np.flatnonzero(labels == label))
+        is_test[members[: round(0.2 * len(members))]] = True
+    return is_test
 
 
 class Numbered(NamedTuple):

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32
 
-from fcljax.data.files.any_arrays import dataset_of_any_arrays, stratified
+from fcljax.data.files.any_arrays import dataset_of_any_arrays
+from fcljax.data.files.arrays import fifth_of_classes
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.text_tables import read_rows
 from fcljax.errors import InputError
@@ -57,7 +58,7 @@ def csv_dataset(name: str, say: Callable[[str], None]) -> Dataset:
     # by the training table alone: a value that only tests have could never be learned
     categories = _categories(tables[0])
     if len(tables) == 1:
-        is_test = stratified(tables[0].labels, 0.2, np.random.RandomState(0))
+        is_test = fifth_of_classes(tables[0].labels)
         tables = [tables[0].rows(~is_test), tables[0].rows(is_test)]
     train, test = tables
     arrays = (_numbers(train, categories), train.labels, _numbers(test, categories), test.labels)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool
 
 from fcljax.archives import npz_names, read_npz
 from fcljax.data.files.any_arrays import check_alike, checked_examples
@@ -15,6 +16,7 @@ from fcljax.data.files.arrays import (
     checked_labels,
     checked_splits,
     digest_of_examples,
+    fifth_of_classes,
     missing_labels,
     sides,
 )
@@ -27,8 +29,9 @@ from fcljax.files import in_home, machine_memory
 
 CLASS_NAMES = "class_names"
 # Names of images and labels of a split: ours, which are scikit-learn's too but for a
-# capital X, and MedMNIST's.
+# capital X, and MedMNIST's; and those of a file without splits, read as training examples.
 _KEYS = (("x_{0}", "y_{0}"), ("{0}_images", "{0}_labels"))
+_WITHOUT_SPLITS = (("x", "y"), ("images", "labels"))
 
 
 class _Keys(NamedTuple):
@@ -61,6 +64,9 @@ def npz_dataset(
 ) -> Dataset:
     """Read the data set of a file's training and test arrays.
 
+    Without test arrays those of the validation split are for testing, else a random fifth
+    of each class, the same in all runs.
+
     Args:
       name: of the data set.
       path: of the file.
@@ -74,10 +80,12 @@ def npz_dataset(
     where = f"dataset: {str(path)!r}"
     names = _names(path, "dataset")
     keys = {split: _keys(where, names, split) for split in ("train", "test", "val")}
+    splits = {"train": _required(where, names, keys["train"], "train")}
     # a validation split takes the place of a missing test split, and is not read
     # otherwise
-    test_split = "test" if keys["test"] or not keys["val"] else "val"
-    splits = {split: _required(where, names, keys[split], split) for split in ("train", test_split)}
+    test_split = next((split for split in ("test", "val") if _is_named(names, split)), None)
+    if test_split:
+        splits[test_split] = _required(where, names, keys[test_split], test_split)
     if test_split == "val":
         say(f"{name}: tested on {splits['val'].images}, because there are no test images")
     optional = [name for name in names if name == CLASS_NAMES or name.endswith(("_train", "_test", "_val"))]
@@ -88,6 +96,7 @@ def npz_dataset(
     if skip_missing:
         parts = [_drop_unlabelled(name, part, say) for part in parts]
     labels = checked_splits(where, {part.keys.labels: part.labels for part in parts})
+    parts = [part._replace(labels=values) for part, values in zip(parts, labels, strict=True)]
     for part in parts:
         first = leaves(part.images)[0]
         check_lengths(where, part.keys.images, first, part.keys.labels, part.labels)
@@ -97,7 +106,15 @@ def npz_dataset(
     left_out = [key for key in names if key not in used]
     if left_out:
         say(f"{name}: left out: {len(left_out)} arrays ({', '.join(left_out[:6])})")
-    train, test = (part._replace(labels=values) for part, values in zip(parts, labels, strict=True))
+    if test_split is None:
+        is_test = fifth_of_classes(parts[0].labels)
+        if not is_test.any():
+            raise InputError(
+                f"{where} has no test examples, and no class has three examples, of which one could test"
+            )
+        say(f"{name}: {is_test.sum():,} of {len(is_test):,} examples, a fifth of each class, are for testing")
+        parts = [_rows(parts[0], ~is_test), _rows(parts[0], is_test)]
+    train, test = parts
     return _dataset(name, path, train, test, arrays.get(CLASS_NAMES))
 
 
@@ -211,8 +228,13 @@ def _drop_unlabelled(name: str, part: _Part, say: Callable[[str], None]) -> _Par
         return part
     missing = np.sum(~has_label)
     say(f"{name}: left out: {missing} of {len(has_label)} examples, without a label in {part.keys.labels}")
-    columns = {column: values[has_label] for column, values in part.columns.items()}
-    return _Part(part.keys, take(part.images, has_label), part.labels[has_label], columns, part.kind)
+    return _rows(part, has_label)
+
+
+def _rows(part: _Part, mask: Bool[np.ndarray, " N"]) -> _Part:
+    """Return these examples of a split."""
+    columns = {column: values[mask] for column, values in part.columns.items()}
+    return part._replace(images=take(part.images, mask), labels=part.labels[mask], columns=columns)
 
 
 def _dataset(name: str, path: Path, train: _Part, test: _Part, names_in_file: np.ndarray | None) -> Dataset:
@@ -276,7 +298,7 @@ def _names(path: Path, field: str) -> list[str]:
 
 def _keys(where: str, names: Sequence[str], split: str) -> _Keys | None:
     """Find the arrays of a split, whatever their capitals; None unless both exist."""
-    for forms in _KEYS:
+    for forms in (*_KEYS, *(_WITHOUT_SPLITS if split == "train" else ())):
         matches = [[name for name in names if name.lower() == form.format(split)] for form in forms]
         for duplicates in matches:
             if len(duplicates) > 1:
@@ -286,14 +308,19 @@ def _keys(where: str, names: Sequence[str], split: str) -> _Keys | None:
     return None
 
 
+def _is_named(names: Sequence[str], split: str) -> bool:
+    """Check whether a file has examples or labels of a split."""
+    lower = {name.lower() for name in names}
+    return any(form.format(split) in lower for forms in _KEYS for form in forms)
+
+
 def _required(where: str, names: Sequence[str], keys: _Keys | None, split: str) -> _Keys:
     if keys:
         return keys
     expected = [form.format(split) for form in _KEYS[0]]
     missing = next((key for key in expected if key not in names), expected[0])
-    required = ARRAYS if split in ("train", "test") else expected
     contents = f"it has: {', '.join(names[:8])}" if names else "it is empty"
-    raise InputError(f"{where} has no array {missing!r}; it needs {', '.join(required)}; {contents}")
+    raise InputError(f"{where} has no array {missing!r}; it needs {' and '.join(expected)}; {contents}")
 
 
 def _read(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:

@@ -23,8 +23,8 @@ from PIL import Image
 from rich.console import Console
 
 from fcljax.data.files import download, listings, npz_files, prepared, tfds
-from fcljax.data.files.any_arrays import dataset_of_any_arrays, stratified
-from fcljax.data.files.arrays import ARRAYS
+from fcljax.data.files.any_arrays import dataset_of_any_arrays
+from fcljax.data.files.arrays import ARRAYS, fifth_of_classes
 from fcljax.data.files.arrow_files import SUFFIXES as TABLES
 from fcljax.data.files.class_folders import folder_of_classes
 from fcljax.data.files.csv_files import csv_dataset
@@ -397,7 +397,7 @@ def _digits() -> Dataset:
     # the scans have 17 grey levels
     images = _enlarge(np.rint(grey * (255 / 16)).astype(np.uint8))
     # fixed for all seeds, so that runs share one test set
-    test = stratified(labels, 0.2, np.random.RandomState(_SPLIT_SEED))
+    test = fifth_of_classes(labels, _SPLIT_SEED)
     return Dataset(
         "digits", images[~test], labels[~test], images[test], labels[test], tuple("0123456789"), augment=False
     )

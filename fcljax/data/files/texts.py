@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fcljax.data.files.any_arrays import dataset_of_any_arrays, stratified
+from fcljax.data.files.any_arrays import dataset_of_any_arrays
+from fcljax.data.files.arrays import fifth_of_classes
 from fcljax.data.files.arrow_files import SUFFIXES
 from fcljax.data.files.client_json import read_client_texts
 from fcljax.data.files.dataset import Dataset, TextExamples, Texts
@@ -68,7 +69,7 @@ def _read(paths: list[str]) -> Texts:
     if others:
         return Texts(train, others[0][0], None, note)
     # the same fifth of each class for all seeds
-    is_test = stratified(train.labels, 0.2, np.random.RandomState(0))
+    is_test = fifth_of_classes(train.labels)
     return Texts(_rows(train, ~is_test), _rows(train, is_test), None, note)
 
 
