@@ -97,6 +97,8 @@ def checked(*functions, typechecker):
     def with_checks(*args, **kwargs):
         return checker()(*args, **kwargs)
 
+    # in tracebacks it is one of the type checks, and no line of a user's
+    with_checks.__code__ = with_checks.__code__.replace(co_filename="<@beartype at the first call>")
     return with_checks
 
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import fcljax
-from fcljax import choices, cli, config
+from fcljax import choices, cli, config, user_files
 from fcljax.choices import ChoiceEntry, with_options
 from fcljax.data.files.sources import load_dataset
 from fcljax.data.owners import ByOwner
@@ -72,7 +72,7 @@ def own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(OWN)
     yield
-    choices.load_object.__globals__["load_file"].cache_clear()
+    user_files.load_file.cache_clear()
 
 
 @dataclasses.dataclass(frozen=True)
