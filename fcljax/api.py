@@ -26,7 +26,13 @@ from fcljax import config
 from fcljax.choices import CHOICES, check_no_programs, name_of
 from fcljax.config import RunConfig
 from fcljax.data.files.any_arrays import dataset_of_any_arrays
-from fcljax.data.files.arrays import NAME, as_array, checked_dataset, dataset_of_arrays
+from fcljax.data.files.arrays import (
+    NAME,
+    as_array,
+    checked_dataset,
+    dataset_of_arrays,
+    held_out_in_words,
+)
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.sources import DataOptions, load_dataset
 from fcljax.data.files.subsets import chosen_classes
@@ -469,10 +475,7 @@ def _say_examples(observer: loop.Observer, data: Data, examples: Dataset | None,
     if examples is None:
         return
     if examples.whole and not isinstance(data, str | Dataset):
-        observer.say(
-            f"data: {len(examples.y_test):,} of {examples.whole:,} examples, a fifth of each class, are for "
-            "testing"
-        )
+        observer.say(f"data: {held_out_in_words(len(examples.y_test), examples.whole)}")
     if classes is None:
         return
     used = chosen_classes(classes, examples.class_names)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from fcljax.commands.arguments import Words, parsed
 from fcljax.errors import InputError
+from fcljax.files import check_file, write_text
 from fcljax.options import option
 from fcljax.terminal import add_row, new_table, progress_bar, say
 
@@ -99,8 +100,6 @@ def _check_name(out: str) -> None:
     Raises:
       InputError: for another suffix, or as `check_file`.
     """
-    from fcljax.files import check_file
-
     if Path(out).suffix.lower() != ".csv":
         nearest = str(Path(out).with_suffix(".csv"))
         raise InputError(f"out: {out!r} is not a CSV file's name; nearest: {nearest!r}")
@@ -198,8 +197,6 @@ def _pixels(path: Path, skip_corrupt: bool) -> UInt8[np.ndarray, "H W 3"] | str:
 
 
 def _write(path: str, predictions: Sequence[Prediction]) -> None:
-    from fcljax.files import write_text
-
     text = io.StringIO()
     rows = csv.writer(text)
     rows.writerow(Prediction._fields)

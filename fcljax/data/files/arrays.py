@@ -103,9 +103,7 @@ def split_off_test(x: Any, y: np.ndarray) -> TrainAndTest:
     """
     (labels,) = checked_splits("data", {"y": y})
     check_lengths("data", "x", leaves(x)[0], "y", labels)
-    is_test = fifth_of_classes(labels)
-    if not is_test.any():
-        raise InputError("data: no class has three examples, of which one could test; give x_test and y_test")
+    is_test = fifth_for_testing("data", labels)
     kept = np.flatnonzero(~is_test)
     return TrainAndTest(take(x, kept), labels[kept], take(x, is_test), labels[is_test], kept)
 
@@ -120,6 +118,25 @@ def with_numbering(dataset: Dataset, kept: Int[np.ndarray, " n"] | None) -> Data
     if kept is None:
         return dataset
     return dataset._replace(kept=kept, whole=len(dataset.y_train) + len(dataset.y_test))
+
+
+def fifth_for_testing(where: str, labels: np.ndarray) -> Bool[np.ndarray, " N"]:
+    """Mark `fifth_of_classes` of examples that have none for testing.
+
+    Raises:
+      InputError: where no class has three examples, since a fifth of fewer is none.
+    """
+    is_test = fifth_of_classes(labels)
+    if not is_test.any():
+        raise InputError(
+            f"{where}: no class has three examples, of which one could test; give x_test and y_test"
+        )
+    return is_test
+
+
+def held_out_in_words(test: int, examples: int) -> str:
+    """Return how many of all examples are for testing."""
+    return f"{test:,} of {examples:,} examples, a fifth of each class, are for testing"
 
 
 def fifth_of_classes(labels: np.ndarray, seed: int = 0) -> Bool[np.ndarray, " N"]:

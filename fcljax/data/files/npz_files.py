@@ -16,7 +16,8 @@ from fcljax.data.files.arrays import (
     checked_labels,
     checked_splits,
     digest_of_examples,
-    fifth_of_classes,
+    fifth_for_testing,
+    held_out_in_words,
     missing_labels,
     sides,
 )
@@ -107,12 +108,8 @@ def npz_dataset(
     if left_out:
         say(f"{name}: left out: {len(left_out)} arrays ({', '.join(left_out[:6])})")
     if test_split is None:
-        is_test = fifth_of_classes(parts[0].labels)
-        if not is_test.any():
-            raise InputError(
-                f"{where} has no test examples, and no class has three examples, of which one could test"
-            )
-        say(f"{name}: {is_test.sum():,} of {len(is_test):,} examples, a fifth of each class, are for testing")
+        is_test = fifth_for_testing(where, parts[0].labels)
+        say(f"{name}: {held_out_in_words(int(is_test.sum()), len(is_test))}")
         parts = [_rows(parts[0], ~is_test), _rows(parts[0], is_test)]
     train, test = parts
     return _dataset(name, path, train, test, arrays.get(CLASS_NAMES))
