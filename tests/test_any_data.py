@@ -129,7 +129,7 @@ def test_a_table_has_a_column_for_each_text(tmp_path):
     np.testing.assert_array_equal(blue, 1 - red)
     np.testing.assert_array_equal(width, age / 4)
     assert dataset.columns["colour"].tolist() == np.where(red == 1, "red", "blue").tolist()
-    assert "colour (2)" in notes[0]
+    assert "4 of 20 examples" in notes[0] and "colour (2)" in notes[1]
 
 
 def test_the_test_table_may_be_a_file_of_its_own(tmp_path):

@@ -11,6 +11,7 @@ from fcljax import cli, config
 from fcljax.commands import running
 from fcljax.data.files.mixtures import mixed
 from fcljax.data.files.sources import DataOptions, hold_out, load_dataset
+from fcljax.data.kinds import TextData
 from fcljax.data.owners import find_owners, owners_csv, with_owners
 from fcljax.data.tasks import chosen_sizes, listed_order
 from fcljax.errors import InputError
@@ -75,6 +76,61 @@ def test_held_out_examples_belong_to_nobody_and_the_others_keep_their_owners(tmp
     np.testing.assert_array_equal(
         find_owners(kept, f"file:{again}").client, find_owners(kept, of_file).client
     )
+
+
+def write_rows(form, folder):
+    """Write twenty examples of two classes as a file without test examples.
+
+    The first number of each is its row.
+
+    Returns:
+      The name of the data set.
+    """
+    rows = np.arange(20)
+    labels = rows // 2 % 2
+    words = [f"text {row}" for row in rows]
+    if form == "csv":
+        lines = [f"{row},{label}" for row, label in zip(rows, labels, strict=True)]
+        (folder / "all.csv").write_text("\n".join(["row,label", *lines]) + "\n")
+        return f"csv:{folder / 'all.csv'}"
+    if form == "npz":
+        images = np.broadcast_to(rows[:, None, None], (20, 4, 4)).astype(np.uint8)
+        np.savez(folder / "all.npz", x=images, y=labels)
+        return f"npz:{folder / 'all.npz'}"
+    if form == "json":
+        clients = {"ann": {"x": words, "y": labels.tolist()}}
+        (folder / "all.json").write_text(json.dumps(clients))
+        return f"texts:{folder / 'all.json'}"
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"text": words, "label": labels}), folder / "train.parquet")
+    return f"texts:{folder}"
+
+
+@pytest.mark.parametrize("form", ["csv", "npz", "json", "parquet"])
+def test_a_file_of_owners_numbers_all_examples_of_a_file_without_test_examples(form, tmp_path):
+    """A user cannot know which fifth is for testing, and numbers the rows of the file."""
+    dataset = load_dataset(write_rows(form, tmp_path))
+    count = len(dataset.y_train)
+    assert 15 <= count < 20 and dataset.whole == 20
+    if form in ("csv", "npz"):
+        np.testing.assert_array_equal(dataset.x_train.reshape(count, -1)[:, 0], dataset.kept)
+    else:
+        expected = TextData().encode([f"text {row}" for row in dataset.kept])
+        np.testing.assert_array_equal(dataset.x_train["ids"], expected["ids"])
+    owners = find_owners(dataset, csv_file(tmp_path, [f"{row},{row % 3}" for row in range(20)]))
+    np.testing.assert_array_equal(owners.client, dataset.kept % 3)
+
+
+@pytest.mark.parametrize("form", ["csv", "json"])
+def test_no_class_of_two_examples_is_split(form, tmp_path):
+    name = write_rows(form, tmp_path)
+    if form == "csv":
+        (tmp_path / "all.csv").write_text("row,label\n1,a\n2,a\n3,b\n4,b\n")
+    else:
+        (tmp_path / "all.json").write_text(json.dumps({"ann": {"x": ["r", "s"], "y": [0, 1]}}))
+    with pytest.raises(InputError, match="no class has three examples, of which one could test; give test"):
+        load_dataset(name)
 
 
 def test_images_are_named_by_their_files(tmp_path):

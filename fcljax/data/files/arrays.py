@@ -128,9 +128,7 @@ def fifth_for_testing(where: str, labels: np.ndarray) -> Bool[np.ndarray, " N"]:
     """
     is_test = fifth_of_classes(labels)
     if not is_test.any():
-        raise InputError(
-            f"{where}: no class has three examples, of which one could test; give x_test and y_test"
-        )
+        raise InputError(f"{where}: no class has three examples, of which one could test; give test examples")
     return is_test
 
 

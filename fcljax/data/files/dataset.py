@@ -80,6 +80,8 @@ class Texts(NamedTuple):
     """None: the labels themselves."""
     note: str
     """On how the texts were chosen, and on what was not read."""
+    kept: Int[np.ndarray, " n"] | None = None
+    """The numbers of the training texts in a file of both splits; None: training texts were given."""
 
 
 def with_part_of_training(dataset: Dataset, indices: Int[np.ndarray, " n"]) -> Dataset:

@@ -20,6 +20,7 @@ from fcljax.data.files.arrays import (
     held_out_in_words,
     missing_labels,
     sides,
+    with_numbering,
 )
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.prepared import digest_of_arrays
@@ -107,12 +108,14 @@ def npz_dataset(
     left_out = [key for key in names if key not in used]
     if left_out:
         say(f"{name}: left out: {len(left_out)} arrays ({', '.join(left_out[:6])})")
+    kept = None
     if test_split is None:
         is_test = fifth_for_testing(where, parts[0].labels)
         say(f"{name}: {held_out_in_words(int(is_test.sum()), len(is_test))}")
+        kept = np.flatnonzero(~is_test)
         parts = [_rows(parts[0], ~is_test), _rows(parts[0], is_test)]
     train, test = parts
-    return _dataset(name, path, train, test, arrays.get(CLASS_NAMES))
+    return with_numbering(_dataset(name, path, train, test, arrays.get(CLASS_NAMES)), kept)
 
 
 def load_part(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 from fcljax.data.files.arrays import checked_image, checked_labels
 from fcljax.data.files.arrow_files import SUFFIXES, Table, open_table, values_of
@@ -96,7 +97,8 @@ def read_texts(name: str) -> Texts:
 
     notes = [columns.note, *labels.notes, *examples.notes, *column_notes]
     note = "; ".join(note for note in notes if note)
-    return Texts(examples_of(examples.train), examples_of(examples.test), labels.names, note)
+    train, test = map(examples_of, (examples.train, examples.test))
+    return Texts(train, test, labels.names, note, examples.kept)
 
 
 def _splits(root: Path, name: str) -> dict[Path, str | None]:
@@ -195,6 +197,8 @@ class _Split(NamedTuple):
     train: LabelledItems
     test: LabelledItems
     notes: list[str]
+    kept: Int[np.ndarray, " n"] | None = None
+    """The numbers of the training examples in a table of both splits; None: there are test examples."""
 
 
 def _listing(root: Path, splits: dict[Path, str | None]) -> Listing:
@@ -269,8 +273,9 @@ def _choose_examples(root: Path, split_names: list[str], labels: list[np.ndarray
     if test_split:
         return _Split(present["train"], present[test_split], notes)
     notes.append("a random fifth of the training examples is for testing")
-    train, test = random_split(present["train"])
-    return _Split(_in_order(train), _in_order(test), notes)
+    places = {place: number for number, place in enumerate(present["train"].items)}
+    train, test = map(_in_order, random_split(present["train"]))
+    return _Split(train, test, notes, np.array([places[place] for place in train.items]))
 
 
 def _in_order(items: LabelledItems) -> LabelledItems:
