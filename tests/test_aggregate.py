@@ -45,7 +45,7 @@ def stacked(trees):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
-@pytest.mark.parametrize("name", some(RULES, [*RULES][::3]))
+@pytest.mark.parametrize("name", some(RULES, ("trimmed_mean",)))
 def test_a_list_and_stacked_leaves_agree_and_a_missing_client_has_no_influence(name):
     rule, options = getattr(fcljax.aggregate, name), RULES[name]
     trees, weight = clients(), [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -73,6 +73,7 @@ def test_jit_vmap_and_grad(name):
     check_grads(flat, (trees[0],), order=1, modes=["fwd", "rev"], atol=2e-2, rtol=2e-2, eps=1e-3)
 
 
+@pytest.mark.long
 def test_gradients_where_uploads_are_equal():
     uploads = jnp.ones((3, 2))
     for name in ("coordinate_median", "geometric_median", "trimmed_mean", "uniform_mean"):

@@ -173,7 +173,7 @@ def test_fedranpac_takes_the_ridge_that_errs_least_on_the_examples_apart(choice)
         np.testing.assert_allclose(server.params.classifier.weights, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", PARTITIONS)
+@pytest.mark.parametrize("name", some(PARTITIONS, ("dirichlet 0.05",)))
 def test_fedranpac_does_not_depend_on_the_partition(name):
     given = dict(ridge_choice="fixed", ridge=3.0)
     server = played("fedranpac", PARTITIONS[name], **given)[-1]

@@ -139,7 +139,7 @@ def predict(name, server, task):
 
 
 # The others are made from the same parts.
-@pytest.fixture(params=some(OPTIONS, ("icarl",)))
+@pytest.fixture(params=some(OPTIONS, ("scaffold",)))
 def name(request):
     return request.param
 
@@ -344,6 +344,7 @@ def made_of(loss=None, rule=None, server_rule=None):
     [random.random, pytest.param(np.random.normal, marks=pytest.mark.long)],
     ids=["random", "numpy.random"],
 )
+@pytest.mark.long
 def test_a_number_that_is_drawn_while_tracing_is_found(draw):
     def drawn_loss(_step, _memory):
         return jnp.float32(draw()) ** 2

@@ -147,6 +147,7 @@ def test_what_the_devices_share_comes_back_to_the_host_in_pieces(room, mesh, mon
     same(jax.tree.map(lambda x: x[:20], meshes.on_host(shared)), rows)
 
 
+@pytest.mark.long
 def test_what_belongs_to_clients_lies_in_parts_and_no_device_is_sent_all_of_it(mesh):
     """Of 24 participants a device has the entries of three, and slots for twice as many. What is merged goes
     from device to device; nothing with an axis for all participants or all slots is gathered or added."""
@@ -170,6 +171,7 @@ def test_what_belongs_to_clients_lies_in_parts_and_no_device_is_sent_all_of_it(m
     assert added and not any(re.search(r"\[(24|48|6|3),", shape) for shape in added), added
 
 
+@pytest.mark.long
 def test_the_host_waits_once_for_all_chunks_of_a_round():
     """Five chunks of one client: how often it reads how far they are merged."""
     data, reads = toys.examples(), []

@@ -235,6 +235,7 @@ def counting(options, run):
     )
 
 
+@pytest.mark.long
 def test_where_personal_models_count_the_last_evaluation_has_their_accuracy(monkeypatch):
     """That of predictions made once more, which would be compiled once more."""
     monkeypatch.setitem(METHODS, "linear", dataclasses.replace(METHODS["linear"], build=counting))
@@ -266,11 +267,11 @@ def test_personal_accuracy_uses_each_clients_own_state(monkeypatch, tmp_path):
     ("options", "flops", "widths"),
     [
         ({}, 3e8, ((3, 18, 32), (32,))),  # the second pass is of one epoch
-        ({"rounds": 1}, 3e8, ((32,), (32,))),  # too short a run
+        pytest.param({"rounds": 1}, 3e8, ((32,), (32,)), marks=pytest.mark.long),  # too short a run
         # long enough for both
         pytest.param({"rounds": 9}, 3e8, ((3, 18, 32), (18, 32)), marks=pytest.mark.long),
         ({}, 2.3e7, ((32,), (32,))),  # as vit_micro's: less is saved than compiling costs
-        ({"lanes": 4, "lane_mode": "vmap"}, 3e8, ((32,), (32,))),
+        pytest.param({"lanes": 4, "lane_mode": "vmap"}, 3e8, ((32,), (32,)), marks=pytest.mark.long),
         pytest.param({"lanes": 4, "lane_mode": "loop"}, 3e8, ((3, 18, 32), (32,)), marks=pytest.mark.long),
         pytest.param({"batch_size": 1}, 3e8, ((1,), (1,)), marks=pytest.mark.long),
     ],

@@ -268,6 +268,7 @@ def test_what_is_the_clients_own_stays_with_it_and_the_next_round_starts_from_th
     np.testing.assert_array_equal(local.trainable.classifier.mask, own.mask[0])
 
 
+@pytest.mark.long
 def test_with_masks_of_one_and_nothing_of_its_own_a_client_trains_as_fedavgs_does():
     def base_alone(direction, part):
         own = direction.classifier

@@ -551,6 +551,7 @@ def test_only_the_intended_reading_normalises_pixels_as_the_checkpoint_was_train
     assert resolved("fppl", fidelity="released", normalise="imagenet").normalise == "imagenet"
 
 
+@pytest.mark.long
 def test_local_classes_decides_whether_classes_of_other_tasks_compete():
     moved = {}
     for choice in ("current", "all"):
@@ -604,6 +605,7 @@ def test_prototype_view_decides_which_images_prototypes_are_made_of():
         assert train.view.augment and extract.view == train.view._replace(epochs=1, augment=augment)
 
 
+@pytest.mark.long
 def test_features_of_both_are_those_without_prompts_and_then_those_under_them():
     method, server = make("improved")
     data = batch([0, 0, 1])

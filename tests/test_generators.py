@@ -127,6 +127,7 @@ def test_smooth_images_cost_nothing_and_a_spike_what_smoothing_takes_of_it():
     np.testing.assert_allclose(M.roughness(spike), (expected**2).mean(), rtol=1e-5)
 
 
+@pytest.mark.long
 def test_the_generator_begins_anew_in_the_first_task_and_then_goes_on_from_where_it_was():
     """Without a step it is what it begins with."""
     options, shape = M.MFCLOptions(generator_steps=0, generator_batch=2), ImageGeneratorConfig(2, 2, 2, 2)
@@ -219,6 +220,7 @@ def test_weights_of_old_and_new_tasks():
     np.testing.assert_allclose(found.previous, 0.4 * alpha * beta, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_synthetic_images_distil_old_classes_and_keep_the_places_of_features():
     """White images without a crop: every feature is 1, whoever computes it."""
     model = linear_on(MEANS)

@@ -537,6 +537,7 @@ def test_the_variance_of_a_class_is_over_all_its_images():
     assert not np.asarray(found[2]).any()
 
 
+@pytest.mark.long
 def test_lga_s_judge_is_silent_in_a_task_s_first_rounds():
     """Of ten rounds the first six; then a model that predicts class 2 has two of three."""
     options = options_of(lga.LGAOptions, match_steps=1, monitor_images=2)

@@ -165,6 +165,7 @@ def named(run):
 
 
 @given(st.lists(RUNS, min_size=2, max_size=8, unique_by=repr))
+@pytest.mark.long
 def test_names_are_those_of_folders_and_no_two_runs_share_one(runs):
     names = [named(run) for run in runs]
     assert len(set(names)) == len(runs)

@@ -315,6 +315,7 @@ def test_a_liar_is_left_out_counted_and_named(attack, tmp_path, capsys):
     assert line["impossible"] == {out: 2} and line["rejected"] + line.get("rejected_besides", 0) == 2
 
 
+@pytest.mark.long
 def test_the_table_of_uploads_names_every_method():
     text = (small_runs.ROOT / "docs" / "trust.md").read_text().partition("## What uploads reveal")[2]
     rows = re.findall(r"^\| ([a-z][^|]*) \| ([^|]*) \|$", text, re.M)

@@ -606,6 +606,7 @@ def test_what_is_not_valid_teaches_nothing():
 # ---- the diagnosis -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_latents_are_compared_with_real_features_class_by_class():
     """Three classes at (0, 0), (10, 0), (0, 10), every example one away from its mean. Latents of the first
     are two away from it, those of the second at (4, 0) and (6, 0); the third is not made."""

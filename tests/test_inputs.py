@@ -288,6 +288,7 @@ def features(inputs, splits):
     return np.asarray(found)
 
 
+@pytest.mark.long
 def test_features_are_the_class_tokens_of_the_clean_view(inputs, splits, features):
     rows = jnp.array([0, 63, 64, 358])
     image = build.read_clean(inputs.preprocess, splits[1], rows)

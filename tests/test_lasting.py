@@ -113,6 +113,7 @@ def of_first_values(method):
 
 
 @pytest.mark.parametrize("gradients", ["examples", "batches"])
+@pytest.mark.long
 def test_fisher_information_of_batches_is_caught(gradients):
     options = dict(network=MEANS, adapter="linear", fisher_limit=9.0, batch_size=4)
     found = of_first_values(method_of("ewc", fisher_gradients=gradients, **options))

@@ -134,6 +134,7 @@ def test_a_mistake_is_one_line_and_makes_nothing(arguments, old, new, said, here
     assert [path.name for path in here.iterdir()] == ["tiny.yaml"]
 
 
+@pytest.mark.long
 def test_the_leaderboard_of_embedded_data_has_every_method_with_as_many_trials():
     entries = board.plan(GLYPHS)
     assert [entry.method for entry in entries] == list(METHODS)
@@ -159,6 +160,7 @@ def test_trials_see_no_test_image_and_share_all_but_the_tuned_options(file):
 
 
 @pytest.mark.parametrize("file", some([GLYPHS, CIFAR], [GLYPHS]), ids=["glyphs", "cifar"])
+@pytest.mark.long
 def test_all_methods_have_the_same_network_data_partition_and_rounds(file):
     names = [field.name for kind in (InputConfig, PartitionConfig) for field in dataclasses.fields(kind)]
     names = [name for name in (*names, "participation", "rounds", "epochs", "batch_size") if name != "seed"]

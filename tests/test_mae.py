@@ -423,6 +423,7 @@ def restore_loss(prompt, decoder, encoder, image, masking):
 learn = jax.jit(jax.value_and_grad(restore_loss))
 
 
+@pytest.mark.long
 def test_a_decoder_prompt_learns_alone(encoder, decoder, image, masking):
     prompt = random(5, SMALL.width)
     value, gradient = learn(prompt, decoder, encoder, image, masking)

@@ -603,6 +603,7 @@ def test_headtune_without_which_there_is_no_opening_plays_through_the_engine():
 # ---- uneven tasks: the padding class -1 --------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_padding_classes_send_zeros_and_store_nothing():
     method, server = make(sizes=UNEVEN)
     task = UNEVEN_TASKS[1]

@@ -72,6 +72,7 @@ def test_what_is_uploaded_is_what_the_paper_counts(method, fidelity, expected):
 # ---- tokens that go through the network --------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_injected_tokens_take_part_in_every_block_with_the_class_tokens_position():
     """222 tokens of a ViT-B (specification 9); here 1 + 3 + 4. A token that is what the class token is before
     its position is added becomes what the class token becomes."""

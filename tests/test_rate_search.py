@@ -242,9 +242,9 @@ def test_mini_s_rates_stay_unless_the_lead_of_others_is_beyond_chance():
     [
         {},
         pytest.param(dict(tasks=10, clients=10, rounds=3, epochs=5, batch_size=4), marks=pytest.mark.long),
-        dict(tasks=2, clients=2),
+        pytest.param(dict(tasks=2, clients=2), marks=pytest.mark.long),
         pytest.param(dict(participation=0.5, rounds=6), marks=pytest.mark.long),
-        dict(partition="quantity", classes_per_client=1, clients=2),
+        pytest.param(dict(partition="quantity", classes_per_client=1, clients=2), marks=pytest.mark.long),
         pytest.param(dict(population="redrawn"), marks=pytest.mark.long),
         pytest.param(dict(method="ewc"), marks=pytest.mark.long),
     ],

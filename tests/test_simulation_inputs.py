@@ -69,6 +69,7 @@ def test_inputs_are_any_pytree_and_padding_of_it_does_not_count():
         pytest.param((1 << 30) + np.arange(24), marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_integers_that_are_no_classes_are_targets(y):
     client = fcljax.local_sgd(lambda w, x, y: x @ w * y, optax.sgd(1e-12))
     assert fcljax.simulate(fcljax.fedavg(jnp.ones(3), client), X, y, OWNER, 1).history[0]["participants"] == 3

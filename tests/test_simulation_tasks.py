@@ -61,7 +61,10 @@ def test_a_task_trains_on_its_examples_alone_and_is_measured_on_its_own():
     np.testing.assert_allclose(ended.model, weights, atol=1e-5)
 
 
-@pytest.mark.parametrize("tasks", [2, [[0, 1], [2, 3]], np.where(Y < 2, 0, 5)])
+@pytest.mark.parametrize(
+    "tasks",
+    [2, pytest.param([[0, 1], [2, 3]], marks=pytest.mark.long), np.where(Y < 2, 0, 5)],
+)
 def test_tasks_are_a_number_labels_or_an_array(tasks):
     test = (X, Y) if not isinstance(tasks, np.ndarray) else (X, Y, tasks)
     heard = []

@@ -377,6 +377,7 @@ def played(method, lanes=PAIR):
 
 
 @pytest.mark.parametrize(("weight", "share"), some([(0.0, 0.0), (3.0, 0.75), (1e6, 1.0)], [(3.0, 0.75)]))
+@pytest.mark.long
 def test_every_round_reports_the_share_of_each_term_in_the_gradient(weight, share):
     for _, metrics in played(with_rules(times(weight))):
         assert metrics["gradient_share_again"] == pytest.approx(share, abs=1e-5)
