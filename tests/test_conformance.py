@@ -31,7 +31,7 @@ from toys import close, same
 from fcljax import config
 from fcljax.checks import conformance, tracing
 from fcljax.checks import federation as tiny
-from fcljax.checks.examples import kind_of, network, tiny_data
+from fcljax.checks.examples import images, kind_of, network, tiny_data
 from fcljax.federated.engine import Lanes
 from fcljax.federated.reference import epoch_order
 from fcljax.methods import METHODS, MethodEntry
@@ -122,7 +122,7 @@ EXAMPLES = ((9, 0, 4, 7),) * 2
 def federation(name):
     """A method with its engine, made once."""
     method = method_of(name, **{"epochs": 2, "batch_size": 4, "lr": RATE} | OPTIONS[name])
-    return tiny.tiny_federation(method, sizes=EXAMPLES)
+    return tiny.tiny_federation(method, images(TINY), EXAMPLES)
 
 
 @functools.cache
@@ -180,7 +180,7 @@ def reading_padding(method):
 
 def test_a_method_that_reads_padding_is_caught():
     broken = reading_padding(method_of("linear", epochs=2, batch_size=4, lr=RATE))
-    made = tiny.tiny_federation(broken, sizes=EXAMPLES)
+    made = tiny.tiny_federation(broken, images(TINY), EXAMPLES)
     found = conformance.padding_is_inert(made, tiny.states_after_rounds(made))
     assert not found.holds and "server/params/classifier/kernel" in found.found
     assert found.found.endswith("usual cause: batch.mask is not used")
@@ -336,7 +336,7 @@ def made_of(loss=None, rule=None, server_rule=None):
     entry = MethodEntry("a user's own", NoOptions, build, adapter="linear")
     values = {"clients": 4, "batch_size": 4, "epochs": 2}
     cfg = config.from_mapping(entry, values, "test")
-    return tiny.tiny_federation(make_method(cfg, tiny.SIZES, network(TINY)))
+    return tiny.tiny_federation(make_method(cfg, tiny.SIZES, network(TINY)), images(TINY))
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from micro import method_of, play
+from micro import TINY, method_of, play
 from test_conformance import OPTIONS, RATE
 from toys import make_partition
 
 import fcljax
 from fcljax.checks import federation as tiny
+from fcljax.checks.examples import images
 from fcljax.methods import find_method
 
 pytestmark = pytest.mark.long
@@ -46,7 +47,7 @@ IMAGES = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_honest_client_is_never_left_out(name):
     settings = {"epochs": 1, "batch_size": 4, "lr": RATE} | OPTIONS[name]
-    made = tiny.tiny_federation(method_of(name, **settings))
+    made = tiny.tiny_federation(method_of(name, **settings), images(TINY))
     held = {how: [clients(task, share) for task in tiny.TASKS] for how, share in SHARES.items()}
     everyone = [partition for partitions in held.values() for partition in partitions]
     engine = tiny.engine_of(made.method, tiny.LANES, made.frozen, made.data, everyone)

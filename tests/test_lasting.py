@@ -14,7 +14,7 @@ from test_terms import OWN
 
 from fcljax.adapters import ADAPTERS, find_adapter
 from fcljax.checks import federation as tiny
-from fcljax.checks.examples import network
+from fcljax.checks.examples import images, network
 from fcljax.checks.slots import slots_stay_apart
 from fcljax.checks.statistics import batch_size_does_not_matter
 from fcljax.data.store import Split
@@ -123,7 +123,7 @@ def test_fisher_information_of_batches_is_caught(gradients):
 
 def played(method):
     """What the statement on slots says of a method after a task."""
-    made = tiny.tiny_federation(method, sizes=EXAMPLES)
+    made = tiny.tiny_federation(method, images(TINY), EXAMPLES)
     return slots_stay_apart(made, tiny.states_after_rounds(made))
 
 
@@ -154,7 +154,7 @@ def test_slots_of_every_pair_stay_apart(method, adapter):
         return
     if jax.tree.leaves(states):
         found = slots_stay_apart(
-            whole := tiny.tiny_federation(made, sizes=EXAMPLES), tiny.states_after_rounds(whole)
+            whole := tiny.tiny_federation(made, images(TINY), EXAMPLES), tiny.states_after_rounds(whole)
         )
         assert found.holds, found
 

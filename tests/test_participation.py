@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from micro import TINY
 from test_conformance import federation, history
 
 import fcljax
@@ -134,7 +135,7 @@ def test_an_aggregate_of_others_is_caught():
         return state._replace(params=state.params._replace(classifier=classifier)), metrics
 
     rounds = tuple(each._replace(server=server) if each is main else each for each in made.method.rounds)
-    wrong = tiny.tiny_federation(made.method._replace(rounds=rounds))
+    wrong = tiny.tiny_federation(made.method._replace(rounds=rounds), examples.images(TINY))
     found = participation_equals_the_reference(wrong, tiny.states_after_rounds(wrong))
     assert not found.holds, found
     assert participation_equals_the_reference(made, history("linear")).holds
