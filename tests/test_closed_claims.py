@@ -247,8 +247,8 @@ def lorm_of(pair_gram="diagonal"):
     raise AssertionError("no claim")
 
 
-@pytest.mark.parametrize("pair_gram", [pytest.param("diagonal", marks=pytest.mark.long), "full"])
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("pair_gram", ["diagonal", "full"])
+@pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.long
 def test_a_movement_is_within_the_reach_of_training(pair_gram, number):
     method, server, claim = lorm_of(pair_gram)

@@ -341,7 +341,7 @@ def made_of(loss=None, rule=None, server_rule=None):
 
 @pytest.mark.parametrize(
     "draw",
-    [random.random, pytest.param(np.random.normal, marks=pytest.mark.long)],
+    [random.random, np.random.normal],
     ids=["random", "numpy.random"],
 )
 @pytest.mark.long

@@ -84,10 +84,7 @@ def test_two_tasks_of_two_rounds_equal_plain_loops(name, way, data, partitions, 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "way"),
-    small_runs.some(
-        [*itertools.product(TOYS, ("loop1", "loop3", "unroll2"))],
-        [("replaying", "loop3")],
-    ),
+    [*itertools.product(TOYS, ("loop1", "loop3", "unroll2"))],
 )
 def test_batches_as_short_as_their_rows_change_no_number(name, way, data, partitions, plain):
     participation = PARTICIPATION.get(name, 1.0)

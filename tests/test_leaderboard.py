@@ -159,7 +159,7 @@ def test_trials_see_no_test_image_and_share_all_but_the_tuned_options(file):
         }
 
 
-@pytest.mark.parametrize("file", some([GLYPHS, CIFAR], [GLYPHS]), ids=["glyphs", "cifar"])
+@pytest.mark.parametrize("file", [GLYPHS, CIFAR], ids=["glyphs", "cifar"])
 @pytest.mark.long
 def test_all_methods_have_the_same_network_data_partition_and_rounds(file):
     names = [field.name for kind in (InputConfig, PartitionConfig) for field in dataclasses.fields(kind)]

@@ -62,7 +62,7 @@ def test_a_task_needs_the_images_of_its_own_classes(exp):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("host", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("host", [False, True])
 def test_features_task_by_task_have_the_bits_of_all_at_once(host, exp):
     if host:
         split = Host(jax.tree.map(np.asarray, exp.train), 100)

@@ -65,8 +65,8 @@ def test_inputs_are_any_pytree_and_padding_of_it_does_not_count():
     "y",
     [
         np.sign(X[:, 0]).astype(int),
-        pytest.param(-np.ones(24, int), marks=pytest.mark.long),
-        pytest.param((1 << 30) + np.arange(24), marks=pytest.mark.long),
+        -np.ones(24, int),
+        (1 << 30) + np.arange(24),
     ],
 )
 @pytest.mark.long

@@ -376,7 +376,7 @@ def played(method, lanes=PAIR):
     return [(server, report.metrics) for server, _, report in history]
 
 
-@pytest.mark.parametrize(("weight", "share"), some([(0.0, 0.0), (3.0, 0.75), (1e6, 1.0)], [(3.0, 0.75)]))
+@pytest.mark.parametrize(("weight", "share"), [(0.0, 0.0), (3.0, 0.75), (1e6, 1.0)])
 @pytest.mark.long
 def test_every_round_reports_the_share_of_each_term_in_the_gradient(weight, share):
     for _, metrics in played(with_rules(times(weight))):
