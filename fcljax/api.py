@@ -474,8 +474,8 @@ def _say_examples(observer: loop.Observer, data: Data, examples: Dataset | None,
     that a run does not use."""
     if examples is None:
         return
-    if examples.whole and not isinstance(data, str | Dataset):
-        observer.say(f"data: {held_out_in_words(len(examples.y_test), examples.whole)}")
+    if examples.num_rows and not isinstance(data, str | Dataset):
+        observer.say(f"data: {held_out_in_words(len(examples.y_test), examples.num_rows)}")
     if classes is None:
         return
     used = chosen_classes(classes, examples.class_names)

@@ -79,8 +79,8 @@ def test_held_out_examples_are_a_tenth_of_each_class_and_no_client_has_them():
 def test_examples_keep_their_numbers_in_the_whole_data_set_beside_holdout():
     digits = load_dataset("digits")
     reduced, _ = hold_out_training(hold_out(digits, 0.2))
-    assert reduced.whole == len(digits.y_train)
-    np.testing.assert_array_equal(digits.x_train[reduced.kept], reduced.x_train)
+    assert reduced.num_rows == len(digits.y_train)
+    np.testing.assert_array_equal(digits.x_train[reduced.train_rows], reduced.x_train)
 
 
 def test_a_run_of_an_earlier_version_is_one_without_early_stop():

@@ -245,8 +245,8 @@ def test_of_a_file_without_test_arrays_a_fifth_of_each_class_is_for_testing(keys
     assert sorted(pixels.tolist()) == TWELVE[:, 0, 0].tolist()
     in_memory = dataset_of_arrays((TWELVE, PARITY)).dataset
     np.testing.assert_array_equal(in_memory.x_test, data.x_test)
-    np.testing.assert_array_equal(in_memory.x_train[..., 0], TWELVE[in_memory.kept])
-    assert in_memory.whole == 12
+    np.testing.assert_array_equal(in_memory.x_train[..., 0], TWELVE[in_memory.train_rows])
+    assert in_memory.num_rows == 12
 
 
 def test_half_a_test_split_is_named_and_no_class_of_two_is_split(tmp_path):

@@ -69,7 +69,7 @@ def test_held_out_examples_belong_to_nobody_and_the_others_keep_their_owners(tmp
     for dataset, partition in ((kept, of_file), (with_owners(kept, WRITER), "column:owner")):
         owners = find_owners(dataset, partition)
         names = np.array(owners.names)[owners.client]
-        np.testing.assert_array_equal(names, WRITER[kept.kept].astype(str))
+        np.testing.assert_array_equal(names, WRITER[kept.train_rows].astype(str))
     # what a run keeps is a file that gives the same
     again = tmp_path / "again.csv"
     again.write_text(owners_csv(kept, of_file))
@@ -87,7 +87,7 @@ def write_rows(form, folder):
       The name of the data set.
     """
     rows = np.arange(20)
-    labels = rows // 2 % 2
+    labels = rows % 2
     words = [f"text {row}" for row in rows]
     if form == "csv":
         lines = [f"{row},{label}" for row, label in zip(rows, labels, strict=True)]
@@ -97,29 +97,87 @@ def write_rows(form, folder):
         images = np.broadcast_to(rows[:, None, None], (20, 4, 4)).astype(np.uint8)
         np.savez(folder / "all.npz", x=images, y=labels)
         return f"npz:{folder / 'all.npz'}"
+    if form == "list":
+        pictures = write_pictures(folder, rows)
+        lines = [f"{picture.name},{label}" for picture, label in zip(pictures, labels, strict=True)]
+        (folder / "all.txt").write_text("\n".join(lines) + "\n")
+        return f"list:{folder / 'all.txt'}"
     if form == "json":
         clients = {"ann": {"x": words, "y": labels.tolist()}}
         (folder / "all.json").write_text(json.dumps(clients))
         return f"texts:{folder / 'all.json'}"
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
+    if form == "hf":
+        images = [{"bytes": picture.read_bytes()} for picture in write_pictures(folder, rows)]
+        pq.write_table(pa.table({"image": images, "label": labels}), folder / "train.parquet")
+        return f"hf:{folder}"
     pq.write_table(pa.table({"text": words, "label": labels}), folder / "train.parquet")
     return f"texts:{folder}"
 
 
-@pytest.mark.parametrize("form", ["csv", "npz", "json", "parquet"])
+def write_pictures(folder, rows):
+    """Write an image for each row, with its number as its grey level."""
+    paths = [folder / f"{row}.png" for row in rows]
+    for row, path in zip(rows, paths, strict=True):
+        Image.fromarray(np.full((8, 8, 3), row, np.uint8)).save(path)
+    return paths
+
+
+@pytest.mark.parametrize("form", ["csv", "npz", "list", "hf", "json", "parquet"])
 def test_a_file_of_owners_numbers_all_examples_of_a_file_without_test_examples(form, tmp_path):
     """A user cannot know which fifth is for testing, and numbers the rows of the file."""
-    dataset = load_dataset(write_rows(form, tmp_path))
+    dataset = load_dataset(write_rows(form, tmp_path), DataOptions(data_dir=tmp_path / "data"))
     count = len(dataset.y_train)
-    assert 15 <= count < 20 and dataset.whole == 20
-    if form in ("csv", "npz"):
-        np.testing.assert_array_equal(dataset.x_train.reshape(count, -1)[:, 0], dataset.kept)
+    assert 15 <= count < 20 and dataset.num_rows == 20
+    if form in ("csv", "npz", "list", "hf"):
+        np.testing.assert_array_equal(dataset.x_train.reshape(count, -1)[:, 0], dataset.train_rows)
     else:
-        expected = TextData().encode([f"text {row}" for row in dataset.kept])
+        expected = TextData().encode([f"text {row}" for row in dataset.train_rows])
         np.testing.assert_array_equal(dataset.x_train["ids"], expected["ids"])
     owners = find_owners(dataset, csv_file(tmp_path, [f"{row},{row % 3}" for row in range(20)]))
-    np.testing.assert_array_equal(owners.client, dataset.kept % 3)
+    np.testing.assert_array_equal(owners.client, dataset.train_rows % 3)
+
+
+@pytest.mark.parametrize("test_lines", [0, 4])
+def test_skipped_images_of_a_list_do_not_move_the_numbers_of_those_after_them(test_lines, tmp_path):
+    name = write_rows("list", tmp_path)
+    (tmp_path / "6.png").write_bytes(b"no image")
+    lines = (tmp_path / "all.txt").read_text().splitlines()
+    lines[3] = "3.png,"
+    if test_lines:
+        (tmp_path / "test.txt").write_text("\n".join(lines[-test_lines:]) + "\n")
+        name = f"{name},{tmp_path / 'test.txt'}"
+    (tmp_path / "all.txt").write_text("\n".join(lines) + "\n")
+    options = DataOptions(data_dir=tmp_path / "data", skip_corrupt=True)
+    # as it was prepared, and as it is read from the disk
+    for _ in range(2):
+        dataset = load_dataset(name, options)
+        assert dataset.num_rows == 20 and not {3, 6} & set(dataset.train_rows)
+        np.testing.assert_array_equal(dataset.x_train[:, 0, 0, 0], dataset.train_rows)
+    part = hold_out(dataset, 0.3)
+    np.testing.assert_array_equal(part.x_train[:, 0, 0, 0], part.train_rows)
+    by_number = find_owners(part, csv_file(tmp_path, [f"{row},{row % 3}" for row in range(20)]))
+    np.testing.assert_array_equal(by_number.client, part.train_rows % 3)
+    # names are of images that could be read
+    lines = [f"{row}.png,{row % 3}" for row in dataset.train_rows]
+    by_name = find_owners(part, csv_file(tmp_path, lines, "file,client"))
+    np.testing.assert_array_equal(by_name.client, by_number.client)
+
+
+@pytest.mark.parametrize("has_tests", [False, True])
+def test_skipped_examples_of_arrays_do_not_move_the_numbers_of_those_after_them(has_tests, tmp_path):
+    name = write_rows("npz", tmp_path)
+    arrays = dict(np.load(tmp_path / "all.npz"))
+    labels = arrays["y"].copy()
+    labels[[3, 6]] = -1
+    arrays = {"x_train": arrays["x"], "y_train": labels}
+    if has_tests:
+        arrays |= {"x_test": arrays["x_train"][:4], "y_test": np.array([0, 0, 1, 1])}
+    np.savez(tmp_path / "all.npz", **arrays)
+    dataset = load_dataset(name, DataOptions(skip_corrupt=True))
+    assert dataset.num_rows == 20 and not {3, 6} & set(dataset.train_rows)
+    np.testing.assert_array_equal(dataset.x_train[:, 0, 0, 0], dataset.train_rows)
 
 
 @pytest.mark.parametrize("form", ["csv", "json"])

@@ -34,9 +34,9 @@ def test_a_part_has_the_examples_of_its_classes_alone():
 
 def test_held_out_examples_of_a_part_keep_their_numbers_in_the_whole_data_set():
     part = hold_out(with_classes(DIGITS, "3,5"), 0.25)
-    assert part.kept is not None and part.whole == len(DIGITS.y_train)
-    np.testing.assert_array_equal(part.x_train, DIGITS.x_train[part.kept])
-    assert set(DIGITS.y_train[part.kept]) == {3, 5}
+    assert part.train_rows is not None and part.num_rows == len(DIGITS.y_train)
+    np.testing.assert_array_equal(part.x_train, DIGITS.x_train[part.train_rows])
+    assert set(DIGITS.y_train[part.train_rows]) == {3, 5}
 
 
 def test_tasks_and_partition_are_of_the_classes_that_are_used():
@@ -46,7 +46,7 @@ def test_tasks_and_partition_are_of_the_classes_that_are_used():
     scenario = make_scenario(dataset, fit_partition(settings, dataset), 1, False)
     assert [task.classes.tolist() for task in scenario.tasks] == [[0, 1], [2, 3]]
     assert scenario.holdings.shape == (3, 4) and scenario.holdings.sum() == len(dataset.y_train)
-    first = np.asarray(DIGITS.y_train)[dataset.kept][scenario.train_label == 0]
+    first = np.asarray(DIGITS.y_train)[dataset.train_rows][scenario.train_label == 0]
     assert set(first) == {6}
 
 

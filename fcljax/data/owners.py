@@ -71,8 +71,8 @@ def owners_csv(dataset: Dataset, partition: Chosen) -> str:
     owners = find_owners(dataset, partition)
     indices = np.arange(len(owners.client))
     # numbers of the whole data set, so that the file fits a run with another --holdout
-    if dataset.kept is not None:
-        indices = dataset.kept
+    if dataset.train_rows is not None:
+        indices = dataset.train_rows
     columns = [indices.tolist(), [owners.names[k] for k in owners.client]]
     if says_tasks(partition):
         columns.append(read_tasks(partition, dataset).tolist())
@@ -91,9 +91,9 @@ def with_owners(dataset: Dataset, owners: object) -> Dataset:
       InputError: for an array of another length, or with negative numbers.
     """
     names = np.asarray(owners)
-    indices = dataset.kept
-    count = dataset.whole
-    # `whole` is set only where examples were held out; the user numbers those before
+    indices = dataset.train_rows
+    count = dataset.num_rows
+    # `num_rows` is set only where examples were held out; the user numbers those before
     if indices is None:
         count = len(dataset.y_train)
     if names.shape != (count,) or names.dtype.kind not in "iuU":

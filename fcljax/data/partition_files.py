@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcljax.archives import read_npz
-from fcljax.data.files.dataset import Dataset, image_names
+from fcljax.data.files.dataset import Dataset, training_image_rows
 from fcljax.data.files.json_files import parse_json
 from fcljax.data.files.text_tables import read_header, read_table
 from fcljax.errors import InputError, reason
@@ -48,8 +48,8 @@ def read_partition(path: str, dataset: Dataset) -> Assigned:
     """
     # a file numbers the training examples before some were held out
     count = len(dataset.y_train)
-    if dataset.kept is not None:
-        count = dataset.whole
+    if dataset.train_rows is not None:
+        count = dataset.num_rows
     examples = _Examples(path, dataset.name, count)
     kind = _kind(path)
     if kind == "table":
@@ -61,12 +61,12 @@ def read_partition(path: str, dataset: Dataset) -> Assigned:
     else:
         content = parse_json(_where(path), _text(path), "client")
         assigned = Assigned(_from_content(content, examples))
-    if dataset.kept is None:
+    if dataset.train_rows is None:
         return assigned
     task = assigned.task
     if task is not None:
-        task = task[dataset.kept]
-    return Assigned(assigned.client[dataset.kept], task)
+        task = task[dataset.train_rows]
+    return Assigned(assigned.client[dataset.train_rows], task)
 
 
 def has_tasks(path: str) -> bool:
@@ -191,25 +191,25 @@ def _find_by_name(examples: _Examples, dataset: Dataset) -> Callable[[str, str],
     Raises:
       InputError: for a data set without files.
     """
-    names = image_names(dataset, "train")
-    if names is None:
+    number = training_image_rows(dataset)
+    if not number:
         raise InputError(
             f"{_where(examples.path)}: {dataset.name} has no file names; nearest: a column 'example' with "
             f"numbers from 0 to {examples.count - 1}"
         )
-    number = {name: i for i, name in enumerate(names)}
     # without folders too, if no two images have one name in different folders
-    by_file_name = {Path(name).name: i for i, name in enumerate(names)}
-    unique = len(by_file_name) == len(names)
+    by_file_name = {Path(name).name: row for name, row in number.items()}
+    unique = len(by_file_name) == len(number)
+    nearest = repr(next(iter(number)))
 
     def find(where: str, value: str) -> int:
         if value in number:
             return number[value]
         if unique and value in by_file_name:
             return by_file_name[value]
-        hint = f"nearest: {names[0]!r}"
+        hint = f"nearest: {nearest}"
         if not unique:
-            hint = f"give the whole name, such as {names[0]!r}"
+            hint = f"give the whole name, such as {nearest}"
         raise InputError(f"{where}: no training image {value!r}; {hint}")
 
     return find

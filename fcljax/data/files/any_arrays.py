@@ -13,7 +13,7 @@ from fcljax.data.files.arrays import (
     digest_of_examples,
     numbered,
     split_off_test,
-    with_numbering,
+    with_row_numbers,
 )
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.kinds import ArrayData, Kind, TextData, leaves, named_leaves, with_leaves
@@ -80,19 +80,19 @@ def dataset_of_any_arrays(
     check_count(arrays)
     x, kind = checked_examples("data", "x", arrays[0])
     y = as_array("data", "y", arrays[1])
-    kept = None
+    train_rows = None
     if len(arrays) == 4:
         x_test = checked_examples("data", "x_test", arrays[2]).input
         y_test = as_array("data", "y_test", arrays[3])
         check_alike("data", "x", x, "x_test", x_test)
     else:
-        x, y, x_test, y_test, kept = split_off_test(x, y)
+        x, y, x_test, y_test, train_rows = split_off_test(x, y)
     train = (leaves(x)[0], y)
     test = (leaves(x_test)[0], y_test)
     y, y_test, names, labels = numbered(train, test, class_names)
     digest = digest_of_examples(x, y, x_test, y_test)
     dataset = Dataset(name, x, y, x_test, y_test, names, augment=False, digest=digest, kind=kind)
-    return Labelled(with_numbering(dataset, kept), labels)
+    return Labelled(with_row_numbers(dataset, train_rows), labels)
 
 
 def check_alike(where: str, name: str, x: Any, test_name: str, x_test: Any) -> None:

@@ -53,18 +53,18 @@ def dataset_of_arrays(arrays: Any, class_names: Sequence[str] | None = None) -> 
     named = {name: as_array("data", name, values) for name, values in zip(names, arrays, strict=False)}
     x = checked_images("data", "x", named["x"])
     y = named["y"]
-    kept = None
+    train_rows = None
     if "x_test" in named:
         x_test = checked_images("data", "x_test", named["x_test"])
         y_test = named["y_test"]
     else:
-        x, y, x_test, y_test, kept = split_off_test(x, y)
+        x, y, x_test, y_test, train_rows = split_off_test(x, y)
     if x.shape[1:] != x_test.shape[1:]:
         raise InputError(f"data: images of x are {sides(x)} but of x_test {sides(x_test)}; make them equal")
     y, y_test, names, labels = numbered((x, y), (x_test, y_test), class_names)
     sha256 = digest_of_arrays(dict(zip(ARRAYS, (x, y, x_test, y_test), strict=True)))
     dataset = Dataset(NAME, x, y, x_test, y_test, class_names=names, digest=sha256)
-    return Labelled(with_numbering(dataset, kept), labels)
+    return Labelled(with_row_numbers(dataset, train_rows), labels)
 
 
 def check_count(arrays: Any) -> None:
@@ -87,7 +87,7 @@ class TrainAndTest(NamedTuple):
     y: np.ndarray
     x_test: Any
     y_test: np.ndarray
-    kept: Int[np.ndarray, " n"]
+    train_rows: Int[np.ndarray, " n"]
     """The numbers of x in all examples."""
 
 
@@ -103,25 +103,33 @@ def split_off_test(x: Any, y: np.ndarray) -> TrainAndTest:
     """
     (labels,) = checked_splits("data", {"y": y})
     check_lengths("data", "x", leaves(x)[0], "y", labels)
-    is_test = fifth_for_testing("data", labels)
-    kept = np.flatnonzero(~is_test)
-    return TrainAndTest(take(x, kept), labels[kept], take(x, is_test), labels[is_test], kept)
+    train, test, _ = fifth_for_testing("data", labels)
+    return TrainAndTest(take(x, train), labels[train], take(x, test), labels[test], train)
 
 
-def with_numbering(dataset: Dataset, kept: Int[np.ndarray, " n"] | None) -> Dataset:
+def with_row_numbers(dataset: Dataset, train_rows: Int[np.ndarray, " n"] | None) -> Dataset:
     """Number training examples as the caller does, who has those for testing among them.
 
     Args:
       dataset: of both splits.
-      kept: as of `split_off_test`; None: test examples were given.
+      train_rows: `SplitRows.train`; None: test examples were given.
     """
-    if kept is None:
+    if train_rows is None:
         return dataset
-    return dataset._replace(kept=kept, whole=len(dataset.y_train) + len(dataset.y_test))
+    return dataset._replace(train_rows=train_rows, num_rows=len(dataset.y_train) + len(dataset.y_test))
 
 
-def fifth_for_testing(where: str, labels: np.ndarray) -> Bool[np.ndarray, " N"]:
-    """Mark `fifth_of_classes` of examples that have none for testing.
+class SplitRows(NamedTuple):
+    """Row numbers of both splits, where a fifth of each class is for testing."""
+
+    train: Int[np.ndarray, " n"]
+    test: Int[np.ndarray, " m"]
+    note: str
+    """How many are for testing."""
+
+
+def fifth_for_testing(where: str, labels: np.ndarray) -> SplitRows:
+    """Hold out `fifth_of_classes` of examples that have none for testing.
 
     Raises:
       InputError: where no class has three examples, since a fifth of fewer is none.
@@ -129,7 +137,8 @@ def fifth_for_testing(where: str, labels: np.ndarray) -> Bool[np.ndarray, " N"]:
     is_test = fifth_of_classes(labels)
     if not is_test.any():
         raise InputError(f"{where}: no class has three examples, of which one could test; give test examples")
-    return is_test
+    note = held_out_in_words(int(is_test.sum()), len(labels))
+    return SplitRows(np.flatnonzero(~is_test), np.flatnonzero(is_test), note)
 
 
 def held_out_in_words(test: int, examples: int) -> str:

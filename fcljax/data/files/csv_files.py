@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from fcljax.data.files.any_arrays import dataset_of_any_arrays
-from fcljax.data.files.arrays import fifth_for_testing, held_out_in_words, with_numbering
+from fcljax.data.files.arrays import fifth_for_testing, with_row_numbers
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.text_tables import read_rows
 from fcljax.errors import InputError
@@ -57,12 +57,11 @@ def csv_dataset(name: str, say: Callable[[str], None]) -> Dataset:
         raise InputError(f"{tables[1].where}: the column {unlike[0]!r} is in one of both tables only")
     # by the training table alone: a value that only tests have could never be learned
     categories = _categories(tables[0])
-    kept = None
+    train_rows = None
     if len(tables) == 1:
-        is_test = fifth_for_testing(tables[0].where, tables[0].labels)
-        say(f"{name}: {held_out_in_words(int(is_test.sum()), len(is_test))}")
-        kept = np.flatnonzero(~is_test)
-        tables = [tables[0].rows(~is_test), tables[0].rows(is_test)]
+        train_rows, test_rows, note = fifth_for_testing(tables[0].where, tables[0].labels)
+        say(f"{name}: {note}")
+        tables = [tables[0].rows(train_rows), tables[0].rows(test_rows)]
     train, test = tables
     arrays = (_numbers(train, categories), train.labels, _numbers(test, categories), test.labels)
     if categories:
@@ -70,7 +69,7 @@ def csv_dataset(name: str, say: Callable[[str], None]) -> Dataset:
         say(f"{name}: columns of text, one column for each value: {listed}")
     texts, texts_test = ({column: table.columns[column] for column in categories} for table in tables)
     dataset = dataset_of_any_arrays(arrays, name).dataset
-    return with_numbering(dataset._replace(columns=texts, columns_test=texts_test), kept)
+    return with_row_numbers(dataset._replace(columns=texts, columns_test=texts_test), train_rows)
 
 
 def _read(path: Path) -> _Table:

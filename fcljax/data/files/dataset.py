@@ -13,6 +13,8 @@ from jaxtyping import Int, Int32, Int64
 from fcljax.data.kinds import Kind, take
 from fcljax.errors import InputError
 
+TRAIN_ROWS = "train_rows"  # the array of a prepared data set with `Dataset.train_rows`
+
 
 class Origin(NamedTuple):
     """The data set from whose training examples both splits were taken."""
@@ -52,9 +54,9 @@ class Dataset(NamedTuple):
     # the same of test examples [M], if the data have them
     columns_test: Mapping[str, np.ndarray] = {}
     folder: Path | None = None  # where it is prepared, with the names of its images
-    # indices of the training images of the whole data set that are used; None: all
-    kept: Int[np.ndarray, " N"] | None = None
-    whole: int = 0  # training images of the whole data set, where only some are used
+    # number of each training example in the user's data, before any were held out; None: all in order
+    train_rows: Int[np.ndarray, " N"] | None = None
+    num_rows: int = 0  # examples in the user's data, where `train_rows` numbers them
     kind: Kind | None = None  # None: images
     # the number of each class in the whole data set, where only some classes are used
     numbers: tuple[int, ...] | None = None
@@ -80,19 +82,19 @@ class Texts(NamedTuple):
     """None: the labels themselves."""
     note: str
     """On how the texts were chosen, and on what was not read."""
-    kept: Int[np.ndarray, " n"] | None = None
+    train_rows: Int[np.ndarray, " n"] | None = None
     """The numbers of the training texts in a file of both splits; None: training texts were given."""
 
 
 def with_part_of_training(dataset: Dataset, indices: Int[np.ndarray, " n"]) -> Dataset:
     """Return the data set with these training examples alone.
 
-    `kept` has their numbers in the whole data set, which files of owners and of images'
-    names go by.
+    `train_rows` has their numbers in the whole data set, which files of owners and of
+    images' names go by.
     """
-    kept = indices
-    if dataset.kept is not None:
-        kept = dataset.kept[indices]
+    train_rows = indices
+    if dataset.train_rows is not None:
+        train_rows = dataset.train_rows[indices]
     size_train = None
     if dataset.size_train is not None:
         size_train = dataset.size_train[indices]
@@ -101,8 +103,8 @@ def with_part_of_training(dataset: Dataset, indices: Int[np.ndarray, " n"]) -> D
         y_train=dataset.y_train[indices],
         size_train=size_train,
         columns={name: values[indices] for name, values in dataset.columns.items()},
-        kept=kept,
-        whole=dataset.whole or len(dataset.y_train),
+        train_rows=train_rows,
+        num_rows=dataset.num_rows or len(dataset.y_train),
         # its rows would be those of more examples
         origin=None,
     )
@@ -171,6 +173,22 @@ def image_names(dataset: Dataset, split: str) -> list[str] | None:
             f"dataset: {str(dataset.folder)!r} does not know the names of its images; prepare it again: "
             f"fcljax data prepare {dataset.name} --force"
         ) from None
+
+
+def training_image_rows(dataset: Dataset) -> dict[str, int]:
+    """Return the number of each training image in the user's data, by its name.
+
+    {} for images that are no files; held-out images are among them, as in `image_names`.
+    """
+    names = image_names(dataset, "train")
+    if dataset.folder is None or names is None:
+        return {}
+    rows = range(len(names))
+    # written where images were skipped, or test images are among those that the user numbers
+    path = dataset.folder / f"{TRAIN_ROWS}.npy"
+    if path.exists():
+        rows = np.load(path, allow_pickle=False).tolist()
+    return dict(zip(names, rows, strict=True))
 
 
 def natural_order(names: Sequence[str] | np.ndarray) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int64
 
 from fcljax.data.files.dataset import natural_order
 from fcljax.data.files.images import SUFFIXES, Picture
@@ -33,6 +34,7 @@ from fcljax.data.files.text_tables import read_rows
 from fcljax.errors import InputError
 from fcljax.files import in_home, read_user_text
 
+RULES = b"2"  # version of the rules by which lists are read; part of the fingerprint
 MOST_BYTES = 1 << 28  # most bytes of a list
 SEPARATORS = ",;\t "
 
@@ -65,6 +67,16 @@ class _List(NamedTuple):
     """Names of the columns besides path, label and split."""
 
 
+class _Splits(NamedTuple):
+    """The lines of both splits."""
+
+    train: list[_Example]
+    test: list[_Example]
+    notes: list[str]
+    train_rows: Int64[np.ndarray, " N"] | None = None
+    """The number of each training line in a list of both splits without a column of splits."""
+
+
 def list_of_files(word: str) -> Raw:
     """Return the images of `list:WORD` as raw data: a file, or two with a comma between.
 
@@ -86,7 +98,7 @@ def list_of_files(word: str) -> Raw:
 
 def _scan(paths: list[Path]) -> Scan:
     lists = [_read(path) for path in paths]
-    checksum = hashlib.sha256()
+    checksum = hashlib.sha256(RULES)
     for image_list in lists:
         checksum.update(repr(image_list).encode(errors="surrogateescape"))
     return Scan(checksum.hexdigest(), lambda: _listing(paths, lists))
@@ -176,7 +188,7 @@ def _split(where: str, value: str) -> str:
 
 
 def _listing(paths: list[Path], lists: list[_List]) -> Listing:
-    train, test, notes = _splits(paths, lists)
+    train, test, notes, train_rows = _splits(paths, lists)
     train_labels, test_labels = (
         [example.label for example in split if not _is_missing(example.label)] for split in (train, test)
     )
@@ -196,13 +208,13 @@ def _listing(paths: list[Path], lists: list[_List]) -> Listing:
     return Listing(
         paths[0].absolute().parent,
         tuple(classes),
-        _undecoded(train, number, train_positions),
+        _undecoded(train, number, train_positions)._replace(rows=train_rows),
         _undecoded(test, number, test_positions),
         notes=("; ".join([counts, *notes]),),
     )
 
 
-def _splits(paths: list[Path], lists: list[_List]) -> tuple[list[_Example], list[_Example], list[str]]:
+def _splits(paths: list[Path], lists: list[_List]) -> _Splits:
     """Return training and test examples, with notes."""
     examples = lists[0].examples
     if len(lists) == 2:
@@ -212,12 +224,18 @@ def _splits(paths: list[Path], lists: list[_List]) -> tuple[list[_Example], list
         notes = []
         if shared:
             notes.append(f"{len(shared):,} images are in both lists")
-        return examples, tests, notes
+        return _Splits(examples, tests, notes)
     by_split = {split: [e for e in examples if e.split == split] for split in (*SPLIT_NAMES, "")}
     present = [split for split in by_split if by_split[split]]
     if present == [""]:
-        train, test = random_split(LabelledItems(examples, list(range(len(examples)))))
-        return train.items, test.items, ["a random fifth of the images is for testing"]
+        rows = range(len(examples))
+        train, test = random_split(LabelledItems(list(rows), list(rows)))
+        return _Splits(
+            [examples[row] for row in train.items],
+            [examples[row] for row in test.items],
+            ["a random fifth of the images is for testing"],
+            np.array(train.items),
+        )
     test_split = next((split for split in ("test", "validation") if split in present), None)
     if by_split[""] or "train" not in present or test_split is None:
         problem = f"its splits are {', '.join(present)}"
@@ -229,7 +247,7 @@ def _splits(paths: list[Path], lists: list[_List]) -> tuple[list[_Example], list
         notes.append(f"tested on the split {test_split}")
     elif by_split["validation"]:
         notes.append(f"not read: the validation split ({len(by_split['validation']):,} images)")
-    return by_split["train"], by_split[test_split], notes
+    return _Splits(by_split["train"], by_split[test_split], notes)
 
 
 def _is_missing(label: str) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Int
 
 from fcljax.archives import npz_names, read_npz
 from fcljax.data.files.any_arrays import check_alike, checked_examples
@@ -17,10 +17,8 @@ from fcljax.data.files.arrays import (
     checked_splits,
     digest_of_examples,
     fifth_for_testing,
-    held_out_in_words,
     missing_labels,
     sides,
-    with_numbering,
 )
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.prepared import digest_of_arrays
@@ -54,6 +52,8 @@ class _Part(NamedTuple):
     columns: dict[str, np.ndarray]
     kind: Kind | None = None
     """None: images."""
+    rows: Int[np.ndarray, " N"] | None = None
+    """The number of each example in the arrays of the file; None: 0 to N-1."""
 
     @property
     def examples(self) -> int:
@@ -95,6 +95,7 @@ def npz_dataset(
     arrays = _read(path, [*optional, *required])
     used = {CLASS_NAMES, *required}
     parts = [_part(where, arrays, used, split_keys, split, as_arrays) for split, split_keys in splits.items()]
+    num_rows = parts[0].examples
     if skip_missing:
         parts = [_drop_unlabelled(name, part, say) for part in parts]
     labels = checked_splits(where, {part.keys.labels: part.labels for part in parts})
@@ -108,14 +109,15 @@ def npz_dataset(
     left_out = [key for key in names if key not in used]
     if left_out:
         say(f"{name}: left out: {len(left_out)} arrays ({', '.join(left_out[:6])})")
-    kept = None
     if test_split is None:
-        is_test = fifth_for_testing(where, parts[0].labels)
-        say(f"{name}: {held_out_in_words(int(is_test.sum()), len(is_test))}")
-        kept = np.flatnonzero(~is_test)
-        parts = [_rows(parts[0], ~is_test), _rows(parts[0], is_test)]
+        train_rows, test_rows, note = fifth_for_testing(where, parts[0].labels)
+        say(f"{name}: {note}")
+        parts = [_rows(parts[0], train_rows), _rows(parts[0], test_rows)]
     train, test = parts
-    return with_numbering(_dataset(name, path, train, test, arrays.get(CLASS_NAMES)), kept)
+    dataset = _dataset(name, path, train, test, arrays.get(CLASS_NAMES))
+    if train.rows is None:
+        return dataset
+    return dataset._replace(train_rows=train.rows, num_rows=num_rows)
 
 
 def load_part(
@@ -228,13 +230,16 @@ def _drop_unlabelled(name: str, part: _Part, say: Callable[[str], None]) -> _Par
         return part
     missing = np.sum(~has_label)
     say(f"{name}: left out: {missing} of {len(has_label)} examples, without a label in {part.keys.labels}")
-    return _rows(part, has_label)
+    return _rows(part, np.flatnonzero(has_label))
 
 
-def _rows(part: _Part, mask: Bool[np.ndarray, " N"]) -> _Part:
+def _rows(part: _Part, index: Int[np.ndarray, " n"]) -> _Part:
     """Return these examples of a split."""
-    columns = {column: values[mask] for column, values in part.columns.items()}
-    return part._replace(images=take(part.images, mask), labels=part.labels[mask], columns=columns)
+    columns = {column: values[index] for column, values in part.columns.items()}
+    rows = index
+    if part.rows is not None:
+        rows = part.rows[index]
+    return _Part(part.keys, take(part.images, index), part.labels[index], columns, part.kind, rows)
 
 
 def _dataset(name: str, path: Path, train: _Part, test: _Part, names_in_file: np.ndarray | None) -> Dataset:

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import fcljax
-from fcljax.data.files.dataset import columns_file, names_file
+from fcljax.data.files.dataset import TRAIN_ROWS, columns_file, names_file
 from fcljax.data.files.images import Decoded, Picture, decode, fits, quiet, size_of
 from fcljax.data.geometry import Geometry
 from fcljax.errors import InputError, reason
@@ -56,6 +56,8 @@ class UndecodedSplit(NamedTuple):
     columns: Mapping[str, Sequence[str]] = {}
     # what the data have in place of a label, if the label is -1
     wrong_labels: Mapping[int, str] = {}
+    # number of each image in the user's list or table of both splits; None: 0 to N-1
+    rows: Int64[np.ndarray, " N"] | None = None
 
     def take(self, indices: np.ndarray) -> "UndecodedSplit":
         """Return these images, in this order."""
@@ -67,7 +69,14 @@ class UndecodedSplit(NamedTuple):
             self.size,
             {name: [values[i] for i in selected] for name, values in self.columns.items()},
             {n: self.wrong_labels[i] for n, i in enumerate(selected) if i in self.wrong_labels},
+            self.row_numbers()[indices],
         )
+
+    def row_numbers(self) -> Int64[np.ndarray, " N"]:
+        """Return the number of each image in the user's data."""
+        if self.rows is None:
+            return np.arange(len(self.names))
+        return self.rows
 
 
 class Listing(NamedTuple):
@@ -95,6 +104,9 @@ class Prepared(NamedTuple):
     digest: str
     skipped: tuple[str, ...]  # why each image that is left out was skipped
     without_label: int = 0  # how many of these have no label
+    # of `Dataset`, where training images are not all that the user numbers
+    train_rows: Int64[np.ndarray, " N"] | None = None
+    num_rows: int = 0
 
 
 class PreparedInfo(NamedTuple):
@@ -186,6 +198,10 @@ def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
         arrays |= {key: np.array(array) for key, array in arrays.items() if key[0] != "x"}
         classes = len(manifest["class_names"])
         sizes = {split: arrays.pop(f"size_{split}", None) for split in ("train", "test")}
+        train_rows = arrays.pop(TRAIN_ROWS, None)
+        num_rows = 0
+        if train_rows is not None:
+            num_rows = manifest["num_rows"]
         for labels in (arrays["y_train"], arrays["y_test"]):
             if len(np.unique(labels)) != classes or labels.max() >= classes:
                 raise ValueError("labels do not fit the class names")
@@ -198,6 +214,8 @@ def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
             digest=manifest["digest"],
             skipped=tuple(entry["reason"] for entry in manifest["skipped"]),
             without_label=manifest.get("without_label", 0),
+            train_rows=train_rows,
+            num_rows=num_rows,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
@@ -329,6 +347,9 @@ def _write(
     folder: Path, listing: Listing, geometry: Geometry, skip_corrupt: bool, console: Console
 ) -> dict[str, Any]:
     """Write all arrays to `folder`, and return their manifest."""
+    num_rows = len(listing.train.names)
+    if listing.train.rows is not None:
+        num_rows += len(listing.test.names)
     # without --skip-corrupt, `build` has refused images without a label
     listing, unlabelled = _drop_unlabelled(listing)
     count = len(listing.train.names) + len(listing.test.names)
@@ -339,10 +360,16 @@ def _write(
         train, unreadable = _write_split(work, "train", listing.train)
         test, unreadable_test = _write_split(work, "test", listing.test)
     unreadable += unreadable_test
-    texts = _write_names(folder, listing, {entry["file"] for entry in unreadable})
+    unreadable_names = {entry["file"] for entry in unreadable}
+    texts = _write_names(folder, listing, unreadable_names)
     labels = [np.load(folder / f"y_{split}.npy") for split in ("train", "test")]
     _check_classes(listing, labels, "no readable")
     arrays = train | test
+    # of the examples alone, however they are numbered
+    digest = _digest({key: entry["sha256"] for key, entry in arrays.items()})
+    rows = listing.train.row_numbers()[_decoded(listing.train, unreadable_names)]
+    if len(rows) < num_rows:
+        arrays |= _save(folder, TRAIN_ROWS, rows)
     return {
         "format": FORMAT,
         "library": fcljax.__version__,
@@ -355,7 +382,8 @@ def _write(
         "without_label": len(unlabelled),
         "arrays": arrays,
         "texts": texts,
-        "digest": _digest({key: entry["sha256"] for key, entry in arrays.items()}),
+        "digest": digest,
+        "num_rows": num_rows,
     }
 
 
@@ -411,7 +439,7 @@ def _write_names(folder: Path, listing: Listing, skipped: set[str]) -> dict[str,
     """
     checksums = {}
     for split, images in (("train", listing.train), ("test", listing.test)):
-        decoded = [i for i, name in enumerate(images.names) if name not in skipped]
+        decoded = _decoded(images, skipped)
         names = [images.names[i].removeprefix(f"{listing.where}/") for i in decoded]
         texts = {names_file(folder, split): json.dumps(names)}
         columns = {name: [values[i] for i in decoded] for name, values in images.columns.items()}
@@ -421,6 +449,11 @@ def _write_names(folder: Path, listing: Listing, skipped: set[str]) -> dict[str,
             write_text(path, text)
             checksums[path.name] = hashlib.sha256(text.encode()).hexdigest()
     return checksums
+
+
+def _decoded(images: UndecodedSplit, skipped: set[str]) -> list[int]:
+    """Return the indices of the images that were decoded."""
+    return [i for i, name in enumerate(images.names) if name not in skipped]
 
 
 @contextlib.contextmanager

@@ -247,6 +247,8 @@ def _dataset(name: str, data: Prepared) -> Dataset:
         size_test=data.size_test,
         digest=data.digest,
         folder=data.folder,
+        train_rows=data.train_rows,
+        num_rows=data.num_rows,
     )
     column = NAMED[name].folders if name in NAMED else ""
     if not column:

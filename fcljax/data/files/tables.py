@@ -28,7 +28,7 @@ from fcljax.data.files.raw import LabelledItems, Raw, Scan, file_facts, first_na
 from fcljax.errors import InputError, install_command, reason
 from fcljax.files import hugging_face_home, hugging_face_hub, in_home
 
-RULES = 2  # version of the rules by which tables are read; part of the fingerprint
+RULES = 3  # version of the rules by which tables are read; part of the fingerprint
 SPLITS = {"train": r"train(ing)?", "test": r"test(ing)?", "validation": r"val(id(ation)?)?|dev"}
 
 
@@ -98,7 +98,7 @@ def read_texts(name: str) -> Texts:
     notes = [columns.note, *labels.notes, *examples.notes, *column_notes]
     note = "; ".join(note for note in notes if note)
     train, test = map(examples_of, (examples.train, examples.test))
-    return Texts(train, test, labels.names, note, examples.kept)
+    return Texts(train, test, labels.names, note, examples.train_rows)
 
 
 def _splits(root: Path, name: str) -> dict[Path, str | None]:
@@ -197,7 +197,7 @@ class _Split(NamedTuple):
     train: LabelledItems
     test: LabelledItems
     notes: list[str]
-    kept: Int[np.ndarray, " n"] | None = None
+    train_rows: Int[np.ndarray, " n"] | None = None
     """The numbers of the training examples in a table of both splits; None: there are test examples."""
 
 
@@ -244,7 +244,8 @@ def _listing(root: Path, splits: dict[Path, str | None]) -> Listing:
         *column_notes,
     ]
     line = "; ".join(note for note in notes if note)
-    return Listing(root, tuple(labels.names), split(examples.train), split(examples.test), (line,))
+    train = split(examples.train)._replace(rows=examples.train_rows)
+    return Listing(root, tuple(labels.names), train, split(examples.test), (line,))
 
 
 def _choose_examples(root: Path, split_names: list[str], labels: list[np.ndarray]) -> _Split:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fcljax.data.files.any_arrays import dataset_of_any_arrays
-from fcljax.data.files.arrays import fifth_for_testing, held_out_in_words, with_numbering
+from fcljax.data.files.arrays import fifth_for_testing, with_row_numbers
 from fcljax.data.files.arrow_files import SUFFIXES
 from fcljax.data.files.client_json import read_client_texts
 from fcljax.data.files.dataset import Dataset, TextExamples, Texts
@@ -40,7 +40,7 @@ def texts_dataset(name: str, say: Callable[[str], None]) -> Dataset:
     tokenizer = paths.pop() if Path(paths[-1]).name == TOKENIZER else ""
     if len(paths) not in (1, 2):
         raise InputError(f"dataset: {name!r}; expected {FORM}:DATA or {FORM}:TRAIN,TEST[,{TOKENIZER}]")
-    train, test, class_names, note, kept = _read(paths)
+    train, test, class_names, note, train_rows = _read(paths)
     if note:
         say(f"{name}: {note}")
 
@@ -56,7 +56,7 @@ def texts_dataset(name: str, say: Callable[[str], None]) -> Dataset:
         say(f"{name}: the longest text has {length} tokens, special ones included")
     arrays = (x, train.labels, x_test, test.labels)
     dataset = dataset_of_any_arrays(arrays, name, class_names).dataset
-    return with_numbering(dataset._replace(columns=train.columns, columns_test=test.columns), kept)
+    return with_row_numbers(dataset._replace(columns=train.columns, columns_test=test.columns), train_rows)
 
 
 def _read(paths: list[str]) -> Texts:
@@ -68,10 +68,9 @@ def _read(paths: list[str]) -> Texts:
     (train, note), *others = (read_client_texts(path) for path in paths)
     if others:
         return Texts(train, others[0][0], None, note)
-    is_test = fifth_for_testing(f"dataset: {paths[0]!r}", train.labels)
-    notes = [note, held_out_in_words(int(is_test.sum()), len(is_test))]
-    kept = np.flatnonzero(~is_test)
-    return Texts(_rows(train, ~is_test), _rows(train, is_test), None, "; ".join(filter(None, notes)), kept)
+    fifth = fifth_for_testing(f"dataset: {paths[0]!r}", train.labels)
+    note = "; ".join(filter(None, (note, fifth.note)))
+    return Texts(_rows(train, fifth.train), _rows(train, fifth.test), None, note, fifth.train)
 
 
 def _is_json(path: str) -> bool:
@@ -83,8 +82,8 @@ def _is_json(path: str) -> bool:
     return any(place.glob("*.json")) and not any(file.suffix in SUFFIXES for file in place.rglob("*"))
 
 
-def _rows(examples: TextExamples, is_chosen: np.ndarray) -> TextExamples:
-    """Return the chosen examples."""
-    texts = [text for text, chosen in zip(examples.texts, is_chosen, strict=True) if chosen]
-    columns = {name: values[is_chosen] for name, values in examples.columns.items()}
-    return TextExamples(texts, examples.labels[is_chosen], columns)
+def _rows(examples: TextExamples, index: np.ndarray) -> TextExamples:
+    """Return these examples."""
+    texts = [examples.texts[i] for i in index]
+    columns = {name: values[index] for name, values in examples.columns.items()}
+    return TextExamples(texts, examples.labels[index], columns)
