@@ -58,7 +58,7 @@ class ImageConfig:
     class_list: str = option("none", unset="none", only=("dataset", "imagenet100", "imagenet200", "mix:NAME"))
     """File of the classes, one WordNet id per line."""
     skip_corrupt: bool = False
-    """List and skip images without a label or that cannot be decoded."""
+    """List and skip examples without a label, and images that cannot be decoded."""
     store_size: int | None = option(None, most=MOST_SIDE, unset="256/224 of the image size")
     """Pixels per side of stored training images of mixed sizes."""
     image_size: int | None = option(None, most=MOST_SIDE, unset="the backbone's own")

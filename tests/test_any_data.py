@@ -151,6 +151,16 @@ def test_the_test_table_may_be_a_file_of_its_own(tmp_path):
         (ROWS, "age,age,width,label", "the column 'age' comes twice"),
         ([*ROWS, "1,red,,0"], HEADER, "line 22: the column 'width' is empty"),
         (
+            [*ROWS, "1,red,1,"],
+            HEADER,
+            "line 22 has no label; 1 of 21 examples have none: leave them out",
+        ),
+        (
+            [f"{i},red,1,{i % 2 * 2 - 1}" for i in range(20)],
+            HEADER,
+            "line 2 has the label -1; write the classes -1 and 1 as 0 and 1",
+        ),
+        (
             [*ROWS, "1,red,nan,0"],
             HEADER,
             "line 22: the column 'width' has 'nan', which is not a finite number",

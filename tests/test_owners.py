@@ -1,10 +1,13 @@
 """Clients and tasks that the user says: a file or column of owners, sizes of tasks, an order of classes."""
 
+import io
 import json
+import re
 
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
 import fcljax
 from fcljax import cli, config
@@ -78,32 +81,34 @@ def test_held_out_examples_belong_to_nobody_and_the_others_keep_their_owners(tmp
     )
 
 
-def write_rows(form, folder):
+def write_rows(form, folder, unlabelled=()):
     """Write twenty examples of two classes as a file without test examples.
 
-    The first number of each is its row.
+    The first number of each is its row. Those of the rows `unlabelled` have no label.
 
     Returns:
       The name of the data set.
     """
     rows = np.arange(20)
-    labels = rows % 2
+    labels = [None if row in unlabelled else row % 2 for row in range(20)]
+    numbers = np.array([-1 if label is None else label for label in labels])
+    written = ["" if label is None else label for label in labels]
     words = [f"text {row}" for row in rows]
     if form == "csv":
-        lines = [f"{row},{label}" for row, label in zip(rows, labels, strict=True)]
+        lines = [f"{row},{label}" for row, label in zip(rows, written, strict=True)]
         (folder / "all.csv").write_text("\n".join(["row,label", *lines]) + "\n")
         return f"csv:{folder / 'all.csv'}"
     if form == "npz":
         images = np.broadcast_to(rows[:, None, None], (20, 4, 4)).astype(np.uint8)
-        np.savez(folder / "all.npz", x=images, y=labels)
+        np.savez(folder / "all.npz", x=images, y=numbers)
         return f"npz:{folder / 'all.npz'}"
     if form == "list":
         pictures = write_pictures(folder, rows)
-        lines = [f"{picture.name},{label}" for picture, label in zip(pictures, labels, strict=True)]
+        lines = [f"{picture.name},{label}" for picture, label in zip(pictures, written, strict=True)]
         (folder / "all.txt").write_text("\n".join(lines) + "\n")
         return f"list:{folder / 'all.txt'}"
     if form == "json":
-        clients = {"ann": {"x": words, "y": labels.tolist()}}
+        clients = {"ann": {"x": words, "y": numbers.tolist()}}
         (folder / "all.json").write_text(json.dumps(clients))
         return f"texts:{folder / 'all.json'}"
     pa = pytest.importorskip("pyarrow")
@@ -124,39 +129,61 @@ def write_pictures(folder, rows):
     return paths
 
 
-@pytest.mark.parametrize("form", ["csv", "npz", "list", "hf", "json", "parquet"])
+FORMS = ["csv", "npz", "list", "hf", "json", "parquet"]
+
+
+def check_numbers(dataset, form):
+    """Check that examples are those of their rows."""
+    assert dataset.num_rows == 20
+    if form in ("json", "parquet"):
+        expected = TextData().encode([f"text {row}" for row in dataset.train_rows])
+        np.testing.assert_array_equal(dataset.x_train["ids"], expected["ids"])
+    else:
+        count = len(dataset.y_train)
+        np.testing.assert_array_equal(dataset.x_train.reshape(count, -1)[:, 0], dataset.train_rows)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_file_of_owners_numbers_all_examples_of_a_file_without_test_examples(form, tmp_path):
     """A user cannot know which fifth is for testing, and numbers the rows of the file."""
     dataset = load_dataset(write_rows(form, tmp_path), DataOptions(data_dir=tmp_path / "data"))
-    count = len(dataset.y_train)
-    assert 15 <= count < 20 and dataset.num_rows == 20
-    if form in ("csv", "npz", "list", "hf"):
-        np.testing.assert_array_equal(dataset.x_train.reshape(count, -1)[:, 0], dataset.train_rows)
-    else:
-        expected = TextData().encode([f"text {row}" for row in dataset.train_rows])
-        np.testing.assert_array_equal(dataset.x_train["ids"], expected["ids"])
+    assert 15 <= len(dataset.y_train) < 20
+    check_numbers(dataset, form)
     owners = find_owners(dataset, csv_file(tmp_path, [f"{row},{row % 3}" for row in range(20)]))
     np.testing.assert_array_equal(owners.client, dataset.train_rows % 3)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_examples_without_a_label_are_skipped_where_that_is_asked_for_and_keep_their_numbers(form, tmp_path):
+    name = write_rows(form, tmp_path, unlabelled=(3, 6))
+    options = DataOptions(data_dir=tmp_path / "data", console=Console(file=io.StringIO(), width=300))
+    with pytest.raises(
+        InputError, match=r"has (no label|the label).*2 of \d\d .* have no|label -1 .* 1 more"
+    ):
+        load_dataset(name, options)
+    dataset = load_dataset(name, options._replace(skip_corrupt=True))
+    assert not {3, 6} & set(dataset.train_rows)
+    assert len(dataset.y_train) + len(dataset.y_test) == 18
+    check_numbers(dataset, form)
+    assert re.search(r"(skipped|left out:) 2 (of \d+|without)", options.console.file.getvalue())
+
+
 @pytest.mark.parametrize("test_lines", [0, 4])
 def test_skipped_images_of_a_list_do_not_move_the_numbers_of_those_after_them(test_lines, tmp_path):
-    name = write_rows("list", tmp_path)
+    name = write_rows("list", tmp_path, unlabelled=[3])
     (tmp_path / "6.png").write_bytes(b"no image")
-    lines = (tmp_path / "all.txt").read_text().splitlines()
-    lines[3] = "3.png,"
     if test_lines:
+        lines = (tmp_path / "all.txt").read_text().splitlines()
         (tmp_path / "test.txt").write_text("\n".join(lines[-test_lines:]) + "\n")
         name = f"{name},{tmp_path / 'test.txt'}"
-    (tmp_path / "all.txt").write_text("\n".join(lines) + "\n")
     options = DataOptions(data_dir=tmp_path / "data", skip_corrupt=True)
     # as it was prepared, and as it is read from the disk
     for _ in range(2):
         dataset = load_dataset(name, options)
-        assert dataset.num_rows == 20 and not {3, 6} & set(dataset.train_rows)
-        np.testing.assert_array_equal(dataset.x_train[:, 0, 0, 0], dataset.train_rows)
+        assert not {3, 6} & set(dataset.train_rows)
+        check_numbers(dataset, "list")
     part = hold_out(dataset, 0.3)
-    np.testing.assert_array_equal(part.x_train[:, 0, 0, 0], part.train_rows)
+    check_numbers(part, "list")
     by_number = find_owners(part, csv_file(tmp_path, [f"{row},{row % 3}" for row in range(20)]))
     np.testing.assert_array_equal(by_number.client, part.train_rows % 3)
     # names are of images that could be read
@@ -165,19 +192,18 @@ def test_skipped_images_of_a_list_do_not_move_the_numbers_of_those_after_them(te
     np.testing.assert_array_equal(by_name.client, by_number.client)
 
 
-@pytest.mark.parametrize("has_tests", [False, True])
-def test_skipped_examples_of_arrays_do_not_move_the_numbers_of_those_after_them(has_tests, tmp_path):
-    name = write_rows("npz", tmp_path)
-    arrays = dict(np.load(tmp_path / "all.npz"))
-    labels = arrays["y"].copy()
-    labels[[3, 6]] = -1
-    arrays = {"x_train": arrays["x"], "y_train": labels}
-    if has_tests:
-        arrays |= {"x_test": arrays["x_train"][:4], "y_test": np.array([0, 0, 1, 1])}
-    np.savez(tmp_path / "all.npz", **arrays)
+@pytest.mark.parametrize("form", ["csv", "npz", "json"])
+def test_skipped_examples_keep_their_numbers_beside_test_examples(form, tmp_path):
+    name = write_rows(form, tmp_path, unlabelled=(3, 6))
+    if form == "npz":
+        arrays = np.load(tmp_path / "all.npz")
+        x, y = arrays["x"], arrays["y"]
+        np.savez(tmp_path / "all.npz", x_train=x, y_train=y, x_test=x[:3], y_test=y[:3])
+    else:
+        name = f"{name},{tmp_path / f'all.{form}'}"
     dataset = load_dataset(name, DataOptions(skip_corrupt=True))
-    assert dataset.num_rows == 20 and not {3, 6} & set(dataset.train_rows)
-    np.testing.assert_array_equal(dataset.x_train[:, 0, 0, 0], dataset.train_rows)
+    assert dataset.train_rows.tolist() == [row for row in range(20) if row not in (3, 6)]
+    check_numbers(dataset, form)
 
 
 @pytest.mark.parametrize("form", ["csv", "json"])

@@ -108,7 +108,9 @@ def test_rows_without_a_text_or_a_label_are_named(tmp_path):
     assert "row 1: the column 'text' is ' '; expected text" in refusal(
         tables(tmp_path / "a", text=["x", " ", "y", "z"])
     )
-    assert "row 2: the label is null" in refusal(tables(tmp_path / "b", label=[0, 0, None, 1]))
+    assert "row 2 (null) has no label; 1 of 4 examples have none" in refusal(
+        tables(tmp_path / "b", label=[0, 0, None, 1])
+    )
     numbers = leaf(tmp_path / "c.json", {"ann": {"x": [[1, 2]], "y": [0]}})
     assert "client 'ann': x holds [1, 2]; expected texts" in refusal(f"texts:{numbers}")
     assert "expected texts:DATA or texts:TRAIN,TEST" in refusal("texts:a,b,c")

@@ -80,7 +80,8 @@ def dataset_of_any_arrays(
     check_count(arrays)
     x, kind = checked_examples("data", "x", arrays[0])
     y = as_array("data", "y", arrays[1])
-    train_rows = None
+    num_rows = len(leaves(x)[0])
+    train_rows = np.arange(num_rows)
     if len(arrays) == 4:
         x_test = checked_examples("data", "x_test", arrays[2]).input
         y_test = as_array("data", "y_test", arrays[3])
@@ -92,7 +93,7 @@ def dataset_of_any_arrays(
     y, y_test, names, labels = numbered(train, test, class_names)
     digest = digest_of_examples(x, y, x_test, y_test)
     dataset = Dataset(name, x, y, x_test, y_test, names, augment=False, digest=digest, kind=kind)
-    return Labelled(with_row_numbers(dataset, train_rows), labels)
+    return Labelled(with_row_numbers(dataset, train_rows, num_rows), labels)
 
 
 def check_alike(where: str, name: str, x: Any, test_name: str, x_test: Any) -> None:

@@ -4,7 +4,7 @@
 Unambiguous values are converted; wrong ones are reported in one line that names the array.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +53,8 @@ def dataset_of_arrays(arrays: Any, class_names: Sequence[str] | None = None) -> 
     named = {name: as_array("data", name, values) for name, values in zip(names, arrays, strict=False)}
     x = checked_images("data", "x", named["x"])
     y = named["y"]
-    train_rows = None
+    num_rows = len(x)
+    train_rows = np.arange(num_rows)
     if "x_test" in named:
         x_test = checked_images("data", "x_test", named["x_test"])
         y_test = named["y_test"]
@@ -64,7 +65,7 @@ def dataset_of_arrays(arrays: Any, class_names: Sequence[str] | None = None) -> 
     y, y_test, names, labels = numbered((x, y), (x_test, y_test), class_names)
     sha256 = digest_of_arrays(dict(zip(ARRAYS, (x, y, x_test, y_test), strict=True)))
     dataset = Dataset(NAME, x, y, x_test, y_test, class_names=names, digest=sha256)
-    return Labelled(with_row_numbers(dataset, train_rows), labels)
+    return Labelled(with_row_numbers(dataset, train_rows, num_rows), labels)
 
 
 def check_count(arrays: Any) -> None:
@@ -107,16 +108,17 @@ def split_off_test(x: Any, y: np.ndarray) -> TrainAndTest:
     return TrainAndTest(take(x, train), labels[train], take(x, test), labels[test], train)
 
 
-def with_row_numbers(dataset: Dataset, train_rows: Int[np.ndarray, " n"] | None) -> Dataset:
-    """Number training examples as the caller does, who has those for testing among them.
+def with_row_numbers(dataset: Dataset, train_rows: Int[np.ndarray, " n"], num_rows: int) -> Dataset:
+    """Number training examples as the user does, who has others among them.
 
     Args:
       dataset: of both splits.
-      train_rows: `SplitRows.train`; None: test examples were given.
+      train_rows: numbers of the training examples in the user's data.
+      num_rows: examples there, those for testing and those without a label included.
     """
-    if train_rows is None:
+    if len(train_rows) == num_rows:
         return dataset
-    return dataset._replace(train_rows=train_rows, num_rows=len(dataset.y_train) + len(dataset.y_test))
+    return dataset._replace(train_rows=train_rows, num_rows=num_rows)
 
 
 class SplitRows(NamedTuple):
@@ -417,6 +419,31 @@ def missing_labels(labels: np.ndarray) -> Bool[np.ndarray, " N"]:
     if flat.dtype.kind == "U":
         return np.char.strip(flat) == ""
     return (flat < 0) | (flat > np.iinfo(np.int64).max)
+
+
+def rows_with_label(
+    labels: np.ndarray, place: Callable[[int], str], skip_missing: bool
+) -> tuple[Int[np.ndarray, " n"], str]:
+    """Return the row numbers of a file's examples with a label, and a note on the others.
+
+    Args:
+      labels: as `missing_labels` takes them.
+      place: returns where an example is, for messages.
+      skip_missing: whether the user allows examples without a label.
+
+    Raises:
+      InputError: naming the first example without one, where the user does not.
+    """
+    missing = missing_labels(labels)
+    if not missing.any():
+        return np.arange(len(labels)), ""
+    count = f"{missing.sum():,} of {len(labels):,} examples"
+    if skip_missing:
+        return np.flatnonzero(~missing), f"skipped {count}, without a label"
+    first = place(int(np.argmax(missing)))
+    if set(np.unique(labels).tolist()) == {-1, 1}:
+        raise InputError(f"{first} has the label -1; write the classes -1 and 1 as 0 and 1")
+    raise InputError(f"{first} has no label; {count} have none: leave them out with --skip-corrupt")
 
 
 def _flat(labels: np.ndarray) -> np.ndarray:

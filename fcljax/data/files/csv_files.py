@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from fcljax.data.files.any_arrays import dataset_of_any_arrays
-from fcljax.data.files.arrays import fifth_for_testing, with_row_numbers
+from fcljax.data.files.arrays import fifth_for_testing, rows_with_label, with_row_numbers
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.text_tables import read_rows
 from fcljax.errors import InputError
@@ -27,14 +27,16 @@ class _Table(NamedTuple):
     labels: np.ndarray
     lines: np.ndarray
     """Line of the file of each row."""
+    numbers: np.ndarray
+    """Number of each row among all rows of the file."""
 
     def rows(self, index: np.ndarray) -> "_Table":
         """Return these rows."""
         columns = {name: values[index] for name, values in self.columns.items()}
-        return _Table(self.where, columns, self.labels[index], self.lines[index])
+        return _Table(self.where, columns, self.labels[index], self.lines[index], self.numbers[index])
 
 
-def csv_dataset(name: str, say: Callable[[str], None]) -> Dataset:
+def csv_dataset(name: str, say: Callable[[str], None], skip_missing: bool = False) -> Dataset:
     """Read the data set `csv:FILE`, of which a fifth is for testing, or `csv:TRAIN,TEST`.
 
     Columns of numbers are features. A column with any text is one column for each of its
@@ -44,6 +46,7 @@ def csv_dataset(name: str, say: Callable[[str], None]) -> Dataset:
     Args:
       name: of the data set.
       say: prints a note.
+      skip_missing: leave out rows without a label.
 
     Raises:
       InputError: naming the file, the line and the column that do not fit.
@@ -55,9 +58,10 @@ def csv_dataset(name: str, say: Callable[[str], None]) -> Dataset:
     if len(tables) == 2 and set(tables[0].columns) != set(tables[1].columns):
         unlike = sorted(set(tables[0].columns) ^ set(tables[1].columns))
         raise InputError(f"{tables[1].where}: the column {unlike[0]!r} is in one of both tables only")
+    num_rows = len(tables[0].lines)
+    tables = [_with_labels(name, table, say, skip_missing) for table in tables]
     # by the training table alone: a value that only tests have could never be learned
     categories = _categories(tables[0])
-    train_rows = None
     if len(tables) == 1:
         train_rows, test_rows, note = fifth_for_testing(tables[0].where, tables[0].labels)
         say(f"{name}: {note}")
@@ -69,7 +73,24 @@ def csv_dataset(name: str, say: Callable[[str], None]) -> Dataset:
         say(f"{name}: columns of text, one column for each value: {listed}")
     texts, texts_test = ({column: table.columns[column] for column in categories} for table in tables)
     dataset = dataset_of_any_arrays(arrays, name).dataset
-    return with_row_numbers(dataset._replace(columns=texts, columns_test=texts_test), train_rows)
+    dataset = dataset._replace(columns=texts, columns_test=texts_test)
+    return with_row_numbers(dataset, train.numbers, num_rows)
+
+
+def _with_labels(name: str, table: _Table, say: Callable[[str], None], skip_missing: bool) -> _Table:
+    """Return the rows that have a label.
+
+    Raises:
+      InputError: naming the line of one without, unless `skip_missing`.
+    """
+
+    def place(row: int) -> str:
+        return f"{table.where}, line {table.lines[row]}"
+
+    index, note = rows_with_label(table.labels, place, skip_missing)
+    if note:
+        say(f"{name}: {note}")
+    return table.rows(index)
 
 
 def _read(path: Path) -> _Table:
@@ -94,8 +115,8 @@ def _read(path: Path) -> _Table:
     for line, values in rows:
         if len(values) != len(header):
             raise InputError(f"{where}, line {line}: {len(values)} values for {len(header)} columns")
-        if "" in values:
-            column = header[values.index("")]
+        column = next((name for name, value in zip(header, values, strict=True) if not value), label[0])
+        if column != label[0]:
             raise InputError(
                 f"{where}, line {line}: the column {column!r} is empty; fill it in, or leave the row out"
             )
@@ -104,13 +125,14 @@ def _read(path: Path) -> _Table:
     labels = columns.pop(label[0])
     if not columns:
         raise InputError(f"{where} has only the column {label[0]!r}; add columns to learn from")
-    return _Table(where, columns, _as_integers(labels), np.array([line for line, _ in rows]))
+    lines = np.array([line for line, _ in rows])
+    return _Table(where, columns, _as_integers(labels), lines, np.arange(len(lines)))
 
 
 def _as_integers(labels: np.ndarray) -> np.ndarray:
-    """Return labels as integers if all of them are, so that they are in the order of numbers."""
+    """Return labels as integers if all of them are, so that they are in the order of numbers; -1 for none."""
     try:
-        return labels.astype(np.int64)
+        return np.where(labels == "", "-1", labels).astype(np.int64)
     except ValueError:
         return labels
 

@@ -82,8 +82,10 @@ class Texts(NamedTuple):
     """None: the labels themselves."""
     note: str
     """On how the texts were chosen, and on what was not read."""
-    train_rows: Int[np.ndarray, " n"] | None = None
-    """The numbers of the training texts in a file of both splits; None: training texts were given."""
+    train_rows: Int[np.ndarray, " n"]
+    """The numbers of the training texts in the user's data."""
+    num_rows: int
+    """Texts there."""
 
 
 def with_part_of_training(dataset: Dataset, indices: Int[np.ndarray, " n"]) -> Dataset:

@@ -75,6 +75,8 @@ class _Splits(NamedTuple):
     notes: list[str]
     train_rows: Int64[np.ndarray, " N"] | None = None
     """The number of each training line in a list of both splits without a column of splits."""
+    num_rows: int | None = None
+    """Lines of such a list."""
 
 
 def list_of_files(word: str) -> Raw:
@@ -188,7 +190,7 @@ def _split(where: str, value: str) -> str:
 
 
 def _listing(paths: list[Path], lists: list[_List]) -> Listing:
-    train, test, notes, train_rows = _splits(paths, lists)
+    train, test, notes, train_rows, num_rows = _splits(paths, lists)
     train_labels, test_labels = (
         [example.label for example in split if not _is_missing(example.label)] for split in (train, test)
     )
@@ -211,6 +213,7 @@ def _listing(paths: list[Path], lists: list[_List]) -> Listing:
         _undecoded(train, number, train_positions)._replace(rows=train_rows),
         _undecoded(test, number, test_positions),
         notes=("; ".join([counts, *notes]),),
+        num_rows=num_rows,
     )
 
 
@@ -235,6 +238,7 @@ def _splits(paths: list[Path], lists: list[_List]) -> _Splits:
             [examples[row] for row in test.items],
             ["a random fifth of the images is for testing"],
             np.array(train.items),
+            len(examples),
         )
     test_split = next((split for split in ("test", "validation") if split in present), None)
     if by_split[""] or "train" not in present or test_split is None:

@@ -19,6 +19,7 @@ from fcljax.data.files.arrays import (
     fifth_for_testing,
     missing_labels,
     sides,
+    with_row_numbers,
 )
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.prepared import digest_of_arrays
@@ -50,10 +51,10 @@ class _Part(NamedTuple):
     labels: np.ndarray
     """[N], as in the file."""
     columns: dict[str, np.ndarray]
-    kind: Kind | None = None
+    rows: Int[np.ndarray, " N"]
+    """The number of each example in the arrays of the file."""
+    kind: Kind | None
     """None: images."""
-    rows: Int[np.ndarray, " N"] | None = None
-    """The number of each example in the arrays of the file; None: 0 to N-1."""
 
     @property
     def examples(self) -> int:
@@ -115,9 +116,7 @@ def npz_dataset(
         parts = [_rows(parts[0], train_rows), _rows(parts[0], test_rows)]
     train, test = parts
     dataset = _dataset(name, path, train, test, arrays.get(CLASS_NAMES))
-    if train.rows is None:
-        return dataset
-    return dataset._replace(train_rows=train.rows, num_rows=num_rows)
+    return with_row_numbers(dataset, train.rows, num_rows)
 
 
 def load_part(
@@ -202,7 +201,7 @@ def _part(
         for key, values in arrays.items()
         if key.endswith(end) and key not in used
     }
-    return _Part(keys, images, arrays[keys.labels], columns, kind)
+    return _Part(keys, images, arrays[keys.labels], columns, np.arange(count), kind)
 
 
 def _column(where: str, key: str, values: np.ndarray, examples: int, split: str) -> np.ndarray:
@@ -236,10 +235,8 @@ def _drop_unlabelled(name: str, part: _Part, say: Callable[[str], None]) -> _Par
 def _rows(part: _Part, index: Int[np.ndarray, " n"]) -> _Part:
     """Return these examples of a split."""
     columns = {column: values[index] for column, values in part.columns.items()}
-    rows = index
-    if part.rows is not None:
-        rows = part.rows[index]
-    return _Part(part.keys, take(part.images, index), part.labels[index], columns, part.kind, rows)
+    images = take(part.images, index)
+    return _Part(part.keys, images, part.labels[index], columns, part.rows[index], part.kind)
 
 
 def _dataset(name: str, path: Path, train: _Part, test: _Part, names_in_file: np.ndarray | None) -> Dataset:

@@ -56,7 +56,7 @@ class UndecodedSplit(NamedTuple):
     columns: Mapping[str, Sequence[str]] = {}
     # what the data have in place of a label, if the label is -1
     wrong_labels: Mapping[int, str] = {}
-    # number of each image in the user's list or table of both splits; None: 0 to N-1
+    # number of each image in the user's list or table; None: 0 to N-1
     rows: Int64[np.ndarray, " N"] | None = None
 
     def take(self, indices: np.ndarray) -> "UndecodedSplit":
@@ -87,6 +87,7 @@ class Listing(NamedTuple):
     train: UndecodedSplit
     test: UndecodedSplit
     notes: tuple[str, ...] = ()  # how the raw data were read, and what was not read
+    num_rows: int | None = None  # images that `train.rows` numbers; None: the training images
 
 
 class Prepared(NamedTuple):
@@ -347,9 +348,9 @@ def _write(
     folder: Path, listing: Listing, geometry: Geometry, skip_corrupt: bool, console: Console
 ) -> dict[str, Any]:
     """Write all arrays to `folder`, and return their manifest."""
-    num_rows = len(listing.train.names)
-    if listing.train.rows is not None:
-        num_rows += len(listing.test.names)
+    num_rows = listing.num_rows
+    if num_rows is None:
+        num_rows = len(listing.train.names)
     # without --skip-corrupt, `build` has refused images without a label
     listing, unlabelled = _drop_unlabelled(listing)
     count = len(listing.train.names) + len(listing.test.names)

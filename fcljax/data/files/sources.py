@@ -91,7 +91,7 @@ class DataOptions(NamedTuple):
     data_dir: str | Path | None = None
     # a text file, a WordNet id per line, for `imagenet100` and `imagenet200`
     class_list: str = ""
-    skip_corrupt: bool = False  # leave out images that cannot be decoded
+    skip_corrupt: bool = False  # leave out examples without a label and images that cannot be decoded
     glyph_train: int = 200  # training images per class of `glyphs`
     glyph_test: int = 50  # test images per class of `glyphs`
     seed: int = 0  # of `glyphs`; all other splits are fixed
@@ -485,11 +485,11 @@ def _load_npz(name: str, options: DataOptions, _full: bool) -> Dataset:
 
 
 def _load_csv(name: str, options: DataOptions, _full: bool) -> Dataset:
-    return csv_dataset(name, options.say)
+    return csv_dataset(name, options.say, options.skip_corrupt)
 
 
 def _load_texts(name: str, options: DataOptions, _full: bool) -> Dataset:
-    return texts_dataset(name, options.say)
+    return texts_dataset(name, options.say, options.skip_corrupt)
 
 
 def _load_mixture(name: str, options: DataOptions, full: bool) -> Dataset:

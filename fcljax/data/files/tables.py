@@ -12,14 +12,14 @@ import hashlib
 import importlib.util
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from fcljax.data.files.arrays import checked_image, checked_labels
+from fcljax.data.files.arrays import checked_image, checked_labels, rows_with_label
 from fcljax.data.files.arrow_files import SUFFIXES, Table, open_table, values_of
 from fcljax.data.files.dataset import TextExamples, Texts, natural_order
 from fcljax.data.files.images import MAX_PIXELS, Picture
@@ -64,8 +64,12 @@ def table_files(name: str) -> Raw:
     return Raw(root, functools.partial(_scan, root, _splits(root, f"hf:{name}")))
 
 
-def read_texts(name: str) -> Texts:
+def read_texts(name: str, skip_missing: bool = False) -> Texts:
     """Read the texts in the tables of a folder, or of OWNER/NAME in a cache.
+
+    Args:
+      name: of the folder or of OWNER/NAME.
+      skip_missing: leave out texts without a label.
 
     Raises:
       InputError: as `table_files`, and naming a row without a text or a label.
@@ -77,17 +81,17 @@ def read_texts(name: str) -> Texts:
     columns = _columns(root, tables, split_names, TEXTS)
     labels = _labels(tables, split_names, columns.label)
     examples = _choose_examples(root, split_names, labels.numbers)
+    examples = _with_labels(examples, tables, labels.wrong, skip_missing)
     others, column_notes = _other_columns(tables, {columns.examples, columns.label})
     texts = [values_of(table, columns.examples) for table in tables]
 
     def examples_of(items: LabelledItems) -> TextExamples:
         for place in items.items:
-            where = f"dataset: {str(tables[place.file].path)!r}, row {place.row}"
             text = texts[place.file][place.row]
             if not isinstance(text, str) or not text.strip():
-                raise InputError(f"{where}: the column {columns.examples!r} is {text!r}; expected text")
-            if place in labels.wrong:
-                raise InputError(f"{where}: the label is {labels.wrong[place]}; leave the row out")
+                raise InputError(
+                    f"{_where(tables, place)}: the column {columns.examples!r} is {text!r}; expected text"
+                )
 
         def values(by_table: Sequence[list[str]]) -> list[str]:
             return [by_table[place.file][place.row] for place in items.items]
@@ -98,7 +102,7 @@ def read_texts(name: str) -> Texts:
     notes = [columns.note, *labels.notes, *examples.notes, *column_notes]
     note = "; ".join(note for note in notes if note)
     train, test = map(examples_of, (examples.train, examples.test))
-    return Texts(train, test, labels.names, note, examples.train_rows)
+    return Texts(train, test, labels.names, note, examples.train_rows, examples.num_rows)
 
 
 def _splits(root: Path, name: str) -> dict[Path, str | None]:
@@ -197,8 +201,10 @@ class _Split(NamedTuple):
     train: LabelledItems
     test: LabelledItems
     notes: list[str]
-    train_rows: Int[np.ndarray, " n"] | None = None
-    """The numbers of the training examples in a table of both splits; None: there are test examples."""
+    train_rows: Int[np.ndarray, " n"]
+    """Numbers of the training examples in the tables of the training split."""
+    num_rows: int
+    """Examples there."""
 
 
 def _listing(root: Path, splits: dict[Path, str | None]) -> Listing:
@@ -245,7 +251,7 @@ def _listing(root: Path, splits: dict[Path, str | None]) -> Listing:
     ]
     line = "; ".join(note for note in notes if note)
     train = split(examples.train)._replace(rows=examples.train_rows)
-    return Listing(root, tuple(labels.names), train, split(examples.test), (line,))
+    return Listing(root, tuple(labels.names), train, split(examples.test), (line,), examples.num_rows)
 
 
 def _choose_examples(root: Path, split_names: list[str], labels: list[np.ndarray]) -> _Split:
@@ -271,12 +277,46 @@ def _choose_examples(root: Path, split_names: list[str], labels: list[np.ndarray
             test_split = kind
     if test_split == "validation":
         notes.append("tested on the validation split")
+    all_train = present["train"]
+    num_rows = len(all_train.items)
     if test_split:
-        return _Split(present["train"], present[test_split], notes)
+        return _Split(all_train, present[test_split], notes, np.arange(num_rows), num_rows)
     notes.append("a random fifth of the training examples is for testing")
-    places = {place: number for number, place in enumerate(present["train"].items)}
-    train, test = map(_in_order, random_split(present["train"]))
-    return _Split(train, test, notes, np.array([places[place] for place in train.items]))
+    number = {place: row for row, place in enumerate(all_train.items)}
+    train, test = map(_in_order, random_split(all_train))
+    train_rows = np.array([number[place] for place in train.items])
+    return _Split(train, test, notes, train_rows, num_rows)
+
+
+def _with_labels(
+    examples: _Split, tables: list[Table], wrong: Mapping[_Place, str], skip_missing: bool
+) -> _Split:
+    """Return the examples that have a label.
+
+    Raises:
+      InputError: naming the row of one without, unless `skip_missing`.
+    """
+
+    def rows(items: LabelledItems) -> tuple[np.ndarray, str]:
+        def place(i: int) -> str:
+            return f"{_where(tables, items.items[i])} ({wrong[items.items[i]]})"
+
+        return rows_with_label(np.array(items.labels), place, skip_missing)
+
+    train, train_note = rows(examples.train)
+    test, test_note = rows(examples.test)
+    return _Split(
+        examples.train.take(train.tolist()),
+        examples.test.take(test.tolist()),
+        [*examples.notes, *filter(None, (train_note, test_note))],
+        examples.train_rows[train],
+        examples.num_rows,
+    )
+
+
+def _where(tables: list[Table], place: _Place) -> str:
+    """Return where an example is, for messages."""
+    return f"dataset: {str(tables[place.file].path)!r}, row {place.row}"
 
 
 def _in_order(items: LabelledItems) -> LabelledItems:

@@ -7,12 +7,13 @@ a checkpoint's encoder; without it words are hashed, as the packaged encoder rea
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 from fcljax.data.files.any_arrays import dataset_of_any_arrays
-from fcljax.data.files.arrays import fifth_for_testing, with_row_numbers
+from fcljax.data.files.arrays import fifth_for_testing, rows_with_label, with_row_numbers
 from fcljax.data.files.arrow_files import SUFFIXES
 from fcljax.data.files.client_json import read_client_texts
 from fcljax.data.files.dataset import Dataset, TextExamples, Texts
@@ -26,12 +27,13 @@ FORM = "texts"
 TOKENIZER = "tokenizer.json"
 
 
-def texts_dataset(name: str, say: Callable[[str], None]) -> Dataset:
+def texts_dataset(name: str, say: Callable[[str], None], skip_missing: bool = False) -> Dataset:
     """Read the data set of a name with the form `texts`.
 
     Args:
       name: of the data set.
       say: prints a note.
+      skip_missing: leave out texts without a label.
 
     Raises:
       InputError: naming the file and what is wrong with it.
@@ -40,7 +42,7 @@ def texts_dataset(name: str, say: Callable[[str], None]) -> Dataset:
     tokenizer = paths.pop() if Path(paths[-1]).name == TOKENIZER else ""
     if len(paths) not in (1, 2):
         raise InputError(f"dataset: {name!r}; expected {FORM}:DATA or {FORM}:TRAIN,TEST[,{TOKENIZER}]")
-    train, test, class_names, note, train_rows = _read(paths)
+    train, test, class_names, note, train_rows, num_rows = _read(paths, skip_missing)
     if note:
         say(f"{name}: {note}")
 
@@ -56,21 +58,53 @@ def texts_dataset(name: str, say: Callable[[str], None]) -> Dataset:
         say(f"{name}: the longest text has {length} tokens, special ones included")
     arrays = (x, train.labels, x_test, test.labels)
     dataset = dataset_of_any_arrays(arrays, name, class_names).dataset
-    return with_row_numbers(dataset._replace(columns=train.columns, columns_test=test.columns), train_rows)
+    dataset = dataset._replace(columns=train.columns, columns_test=test.columns)
+    return with_row_numbers(dataset, train_rows, num_rows)
 
 
-def _read(paths: list[str]) -> Texts:
+def _read(paths: list[str], skip_missing: bool) -> Texts:
     """Read one data set, or the JSON files of its two splits."""
     if not _is_json(paths[0]):
         if len(paths) > 1:
             raise InputError(f"dataset: {paths[0]!r} is no JSON; name the folder that has both splits")
-        return read_texts(paths[0])
-    (train, note), *others = (read_client_texts(path) for path in paths)
-    if others:
-        return Texts(train, others[0][0], None, note)
-    fifth = fifth_for_testing(f"dataset: {paths[0]!r}", train.labels)
-    note = "; ".join(filter(None, (note, fifth.note)))
-    return Texts(_rows(train, fifth.train), _rows(train, fifth.test), None, note, fifth.train)
+        return read_texts(paths[0], skip_missing)
+    files = [_read_json(path, skip_missing) for path in paths]
+    train = files[0]
+    if len(files) == 2:
+        test = files[1]
+        note = "; ".join(filter(None, (train.note, test.note)))
+        return Texts(train.examples, test.examples, None, note, train.rows, train.num_rows)
+    fifth = fifth_for_testing(f"dataset: {paths[0]!r}", train.examples.labels)
+    train_texts, test_texts = (_rows(train.examples, index) for index in (fifth.train, fifth.test))
+    note = "; ".join(filter(None, (train.note, fifth.note)))
+    return Texts(train_texts, test_texts, None, note, train.rows[fifth.train], train.num_rows)
+
+
+class _JsonTexts(NamedTuple):
+    """The texts of a file."""
+
+    examples: TextExamples
+    rows: Int[np.ndarray, " N"]
+    """Numbers of the examples in the file."""
+    num_rows: int
+    """Examples in the file."""
+    note: str
+
+
+def _read_json(path: str, skip_missing: bool) -> _JsonTexts:
+    """Read the texts that have a label.
+
+    Raises:
+      InputError: naming the client of one without, unless `skip_missing`.
+    """
+    examples, note = read_client_texts(path)
+
+    def place(row: int) -> str:
+        return f"dataset: {path!r}, client {str(examples.columns['client'][row])!r}, example {row}"
+
+    rows, missing_note = rows_with_label(examples.labels, place, skip_missing)
+    note = "; ".join(filter(None, (note, missing_note)))
+    return _JsonTexts(_rows(examples, rows), rows, len(examples.labels), note)
 
 
 def _is_json(path: str) -> bool:
