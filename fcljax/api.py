@@ -322,7 +322,7 @@ def run(
     _check_arguments(method, out, options)
     _check_metrics(metrics)
     backbone = "identity" if backbone is None else backbone
-    examples, labels = _examples(data, backbone, options.get("data_dir"))
+    examples, labels = _examples(data, backbone, _array_options(options))
     chosen, owners = _partition(partition)
     supplied = Supplied(examples, _network(backbone, examples), owners, metrics)
     options |= _tasks(tasks, options, examples, labels)
@@ -518,9 +518,13 @@ def _listed(value: Any) -> Any:
     return value
 
 
-def _examples(
-    data: Data, backbone: Any, data_dir: str | None = None
-) -> tuple[Dataset | None, np.ndarray | None]:
+def _array_options(options: Mapping[str, Any]) -> DataOptions:
+    """Return the options of loading data that are no images, whose types `check_given` checks later."""
+    skip_corrupt = bool(options.get("skip_corrupt"))
+    return DataOptions(data_dir=options.get("data_dir"), skip_corrupt=skip_corrupt, as_arrays=True)
+
+
+def _examples(data: Data, backbone: Any, options: DataOptions) -> tuple[Dataset | None, np.ndarray | None]:
     """Return the examples in memory, and the caller's own labels.
 
     Arrays are images for a backbone that reads images; otherwise they may have any shape.
@@ -530,7 +534,7 @@ def _examples(
         # images must see an example first (`_network`)
         if isinstance(backbone, str) or getattr(backbone, "image_size", 0):
             return None, None
-        return load_dataset(data, DataOptions(data_dir=data_dir, as_arrays=True)), None
+        return load_dataset(data, options), None
     if isinstance(data, Dataset):
         return checked_dataset(data), None
     reads_images = isinstance(backbone, str) or _reads_images(backbone)

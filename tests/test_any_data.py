@@ -354,6 +354,14 @@ def test_a_pytree_trains_in_a_module_of_the_users_own(tmp_path):
     np.testing.assert_array_equal(again.predict(x), result.predict(x))
 
 
+def test_rows_without_a_label_are_skipped_for_a_network_of_the_users_own_too(tmp_path):
+    name = written(tmp_path, *ROWS, "20,red,5,")
+    options = SHORT | {"tasks": 1, "min_examples": 1, "backbone": nnx.Linear(4, 8, rngs=nnx.Rngs(0))}
+    assert "line 22 has no label" in refusal(fcljax.run, "fedncm", name, **options)
+    result = fcljax.run("fedncm", name, skip_corrupt=True, **options)
+    assert np.isfinite(result.metrics["A_last"])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["table", "series"])
 @pytest.mark.parametrize("method", METHODS)

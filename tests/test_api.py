@@ -255,6 +255,7 @@ def test_arrays_in_memory_give_the_results_of_the_same_arrays_in_a_file(tmp_path
         ({"data": (X[:10], Y[:10])}, "data: no class has three examples, of which one could test"),
         ({"data": (X[:5], *DATA[1:])}, "data: x has 5 examples but y has 300; they must match"),
         ({"data": (np.eye(10)[Y[:300]], *DATA[1:])}, "data: x has shape (300, 10); expected [N, H, W, 3]"),
+        ({"data": (np.eye(10)[Y[:300]], *DATA[1:])}, "; for a table of numbers: backbone mlp"),
         ({"data": (X[:300] * 255, *DATA[1:])}, "data: x has values from 0 to 255"),
         ({"data": (X[:300] - 0.5, *DATA[1:])}, "nearest: (x - x.min()) / (x.max() - x.min())"),
         ({"data": (*DATA[:3], np.array(["one"] * 100))}, "data: y_test has the label one, and y has not"),

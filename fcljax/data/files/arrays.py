@@ -565,6 +565,8 @@ def checked_images(where: str, key: str, images: np.ndarray) -> UInt8[np.ndarray
         images = images[..., None]
     if images.ndim != 4 or images.shape[-1] not in (1, 3):
         hint = _shape_hint(images.shape)
+        if images.ndim == 2:
+            hint += "; for a table of numbers: backbone mlp"
         raise InputError(f"{where}: {key} has shape {images.shape}; expected {_SHAPES}{hint}")
     if 0 in images.shape:
         raise InputError(f"{where}: {key} is empty, shape {images.shape}")

@@ -228,7 +228,7 @@ def _drop_unlabelled(name: str, part: _Part, say: Callable[[str], None]) -> _Par
     if has_label.all():
         return part
     missing = np.sum(~has_label)
-    say(f"{name}: left out: {missing} of {len(has_label)} examples, without a label in {part.keys.labels}")
+    say(f"{name}: skipped {missing:,} of {len(has_label):,} examples, without a label in {part.keys.labels}")
     return _rows(part, np.flatnonzero(has_label))
 
 
