@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from fcljax.data.files.dataset import Dataset, natural_order
+from fcljax.data.files.dataset import Dataset, natural_order, row_numbers
 from fcljax.data.partition_files import NOBODY, has_tasks, read_partition
 from fcljax.errors import InputError, nearest
 from fcljax.settings import Chosen
@@ -69,11 +69,9 @@ def owners_csv(dataset: Dataset, partition: Chosen) -> str:
     Held-out examples have no owner.
     """
     owners = find_owners(dataset, partition)
-    indices = np.arange(len(owners.client))
     # numbers of the whole data set, so that the file fits a run with another --holdout
-    if dataset.train_rows is not None:
-        indices = dataset.train_rows
-    columns = [indices.tolist(), [owners.names[k] for k in owners.client]]
+    rows, _ = row_numbers(dataset)
+    columns = [rows.tolist(), [owners.names[k] for k in owners.client]]
     if says_tasks(partition):
         columns.append(read_tasks(partition, dataset).tolist())
     text = io.StringIO()
@@ -91,11 +89,8 @@ def with_owners(dataset: Dataset, owners: object) -> Dataset:
       InputError: for an array of another length, or with negative numbers.
     """
     names = np.asarray(owners)
-    indices = dataset.train_rows
-    count = dataset.num_rows
-    # `num_rows` is set only where examples were held out; the user numbers those before
-    if indices is None:
-        count = len(dataset.y_train)
+    # the user numbers the examples before some were held out or skipped
+    rows, count = row_numbers(dataset)
     if names.shape != (count,) or names.dtype.kind not in "iuU":
         raise InputError(
             f"partition: owners are {names.dtype} of shape {list(names.shape)}; expected integers or text of "
@@ -108,10 +103,7 @@ def with_owners(dataset: Dataset, owners: object) -> Dataset:
             f"partition: the owner of example {example} is {names[example]}; expected numbers from 0, or "
             "text; to leave out examples, give a file: partition='file:PATH'"
         )
-    column = names
-    if indices is not None:
-        column = names[indices]
-    return dataset._replace(columns={**dataset.columns, OWNER: column})
+    return dataset._replace(columns={**dataset.columns, OWNER: names[rows]})
 
 
 def find_column(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcljax.archives import read_npz
-from fcljax.data.files.dataset import Dataset, training_image_rows
+from fcljax.data.files.dataset import Dataset, row_numbers, training_image_rows
 from fcljax.data.files.json_files import parse_json
 from fcljax.data.files.text_tables import read_header, read_table
 from fcljax.errors import InputError, reason
@@ -46,10 +46,8 @@ def read_partition(path: str, dataset: Dataset) -> Assigned:
     Raises:
       InputError: naming the file, the position in it and the fault.
     """
-    # a file numbers the training examples before some were held out
-    count = len(dataset.y_train)
-    if dataset.train_rows is not None:
-        count = dataset.num_rows
+    # a file numbers the examples before some were held out or skipped
+    rows, count = row_numbers(dataset)
     examples = _Examples(path, dataset.name, count)
     kind = _kind(path)
     if kind == "table":
@@ -61,12 +59,10 @@ def read_partition(path: str, dataset: Dataset) -> Assigned:
     else:
         content = parse_json(_where(path), _text(path), "client")
         assigned = Assigned(_from_content(content, examples))
-    if dataset.train_rows is None:
-        return assigned
     task = assigned.task
     if task is not None:
-        task = task[dataset.train_rows]
-    return Assigned(assigned.client[dataset.train_rows], task)
+        task = task[rows]
+    return Assigned(assigned.client[rows], task)
 
 
 def has_tasks(path: str) -> bool:

@@ -88,8 +88,9 @@ def _with_labels(name: str, table: _Table, say: Callable[[str], None], skip_miss
         return f"{table.where}, line {table.lines[row]}"
 
     index, note = rows_with_label(table.labels, place, skip_missing)
-    if note:
-        say(f"{name}: {note}")
+    if not note:
+        return table
+    say(f"{name}: {note}")
     return table.rows(index)
 
 
@@ -115,7 +116,9 @@ def _read(path: Path) -> _Table:
     for line, values in rows:
         if len(values) != len(header):
             raise InputError(f"{where}, line {line}: {len(values)} values for {len(header)} columns")
-        column = next((name for name, value in zip(header, values, strict=True) if not value), label[0])
+        column = label[0]
+        if "" in values:
+            column = next((name for name, value in zip(header, values, strict=True) if not value), column)
         if column != label[0]:
             raise InputError(
                 f"{where}, line {line}: the column {column!r} is empty; fill it in, or leave the row out"

@@ -88,15 +88,20 @@ class Texts(NamedTuple):
     """Texts there."""
 
 
+def row_numbers(dataset: Dataset) -> tuple[Int[np.ndarray, " N"], int]:
+    """Return the number of each training example in the user's data, and how many examples those have."""
+    if dataset.train_rows is None:
+        return np.arange(len(dataset.y_train)), len(dataset.y_train)
+    return dataset.train_rows, dataset.num_rows
+
+
 def with_part_of_training(dataset: Dataset, indices: Int[np.ndarray, " n"]) -> Dataset:
     """Return the data set with these training examples alone.
 
     `train_rows` has their numbers in the whole data set, which files of owners and of
     images' names go by.
     """
-    train_rows = indices
-    if dataset.train_rows is not None:
-        train_rows = dataset.train_rows[indices]
+    rows, num_rows = row_numbers(dataset)
     size_train = None
     if dataset.size_train is not None:
         size_train = dataset.size_train[indices]
@@ -105,8 +110,8 @@ def with_part_of_training(dataset: Dataset, indices: Int[np.ndarray, " n"]) -> D
         y_train=dataset.y_train[indices],
         size_train=size_train,
         columns={name: values[indices] for name, values in dataset.columns.items()},
-        train_rows=train_rows,
-        num_rows=dataset.num_rows or len(dataset.y_train),
+        train_rows=rows[indices],
+        num_rows=num_rows,
         # its rows would be those of more examples
         origin=None,
     )

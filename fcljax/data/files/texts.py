@@ -72,11 +72,11 @@ def _read(paths: list[str], skip_missing: bool) -> Texts:
     train = files[0]
     if len(files) == 2:
         test = files[1]
-        note = "; ".join(filter(None, (train.note, test.note)))
+        note = "; ".join(train.notes + test.notes)
         return Texts(train.examples, test.examples, None, note, train.rows, train.num_rows)
     fifth = fifth_for_testing(f"dataset: {paths[0]!r}", train.examples.labels)
     train_texts, test_texts = (_rows(train.examples, index) for index in (fifth.train, fifth.test))
-    note = "; ".join(filter(None, (train.note, fifth.note)))
+    note = "; ".join([*train.notes, fifth.note])
     return Texts(train_texts, test_texts, None, note, train.rows[fifth.train], train.num_rows)
 
 
@@ -88,7 +88,7 @@ class _JsonTexts(NamedTuple):
     """Numbers of the examples in the file."""
     num_rows: int
     """Examples in the file."""
-    note: str
+    notes: list[str]
 
 
 def _read_json(path: str, skip_missing: bool) -> _JsonTexts:
@@ -103,8 +103,8 @@ def _read_json(path: str, skip_missing: bool) -> _JsonTexts:
         return f"dataset: {path!r}, client {str(examples.columns['client'][row])!r}, example {row}"
 
     rows, missing_note = rows_with_label(examples.labels, place, skip_missing)
-    note = "; ".join(filter(None, (note, missing_note)))
-    return _JsonTexts(_rows(examples, rows), rows, len(examples.labels), note)
+    notes = [line for line in (note, missing_note) if line]
+    return _JsonTexts(_rows(examples, rows), rows, len(examples.labels), notes)
 
 
 def _is_json(path: str) -> bool:
