@@ -13,7 +13,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -24,6 +23,7 @@ from fcljax.checks.plan import Stand, experiment
 from fcljax.commands.planning import figures
 from fcljax.errors import InputError
 from fcljax.methods import METHODS as ALL
+from fcljax.runs.software import CHECKOUT, commit_of
 from fcljax.studies import papers
 
 METHODS = ("fppl", "pilora", "hepco", "pmae", "vfcl")
@@ -54,18 +54,13 @@ def play(method: str, chip: str, only: str, small: bool, more: dict[str, Any]) -
     machine, placement = chips.machine(chip)
     settings, stand = (_resolved(method, more), None) if small else (settings_of(method, more), STAND)
     exp = experiment(settings, machine, chips.CHIPS[chip], stand)
-    case = {"code": revision(), "method": method, "chip": chip, "set": more, "lanes": exp.engine.lanes.count}
+    case = {"code": commit_of(CHECKOUT), "method": method, "chip": chip, "set": more}
+    case |= {"lanes": exp.engine.lanes.count}
     case |= {"dtype": exp.settings.dtype, "devices": chips.CHIPS[chip].devices}
     for each in chips.reports(exp, placement, chips.CHIPS[chip].kind, only):
         line = case | figures(each, chips.CHIPS[chip])
         line |= {"of_memory": each.memory / chips.CHIPS[chip].memory, "kernels": each.kernels}
         print(json.dumps(line), flush=True)
-
-
-def revision() -> str:
-    """The commit of the code; "" outside a repository."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def main() -> None:

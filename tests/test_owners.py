@@ -157,9 +157,7 @@ def test_a_file_of_owners_numbers_all_examples_of_a_file_without_test_examples(f
 def test_examples_without_a_label_are_skipped_where_that_is_asked_for_and_keep_their_numbers(form, tmp_path):
     name = write_rows(form, tmp_path, unlabelled=(3, 6))
     options = DataOptions(data_dir=tmp_path / "data", console=Console(file=io.StringIO(), width=300))
-    with pytest.raises(
-        InputError, match=r"has (no label|the label).*2 of \d\d .* have no|label -1 .* 1 more"
-    ):
+    with pytest.raises(InputError, match=r"has (no label|the label).*2 of \d\d .* have no"):
         load_dataset(name, options)
     dataset = load_dataset(name, options._replace(skip_corrupt=True))
     assert not {3, 6} & set(dataset.train_rows)

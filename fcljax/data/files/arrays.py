@@ -432,17 +432,19 @@ def rows_with_label(
       skip_missing: whether the user allows examples without a label.
 
     Raises:
-      InputError: naming the first example without one, where the user does not.
+      InputError: naming the first example without one, where the user does not; for labels
+        that are all -1 or 1.
     """
     missing = missing_labels(labels)
     if not missing.any():
         return np.arange(len(labels)), ""
+    first = place(int(np.argmax(missing)))
+    # two classes, of which --skip-corrupt would leave one
+    if set(np.unique(labels).tolist()) == {-1, 1}:
+        raise InputError(f"{first} has the label -1; write the classes -1 and 1 as 0 and 1")
     count = f"{missing.sum():,} of {len(labels):,} examples"
     if skip_missing:
         return np.flatnonzero(~missing), f"skipped {count}, without a label"
-    first = place(int(np.argmax(missing)))
-    if set(np.unique(labels).tolist()) == {-1, 1}:
-        raise InputError(f"{first} has the label -1; write the classes -1 and 1 as 0 and 1")
     raise InputError(f"{first} has no label; {count} have none: leave them out with --skip-corrupt")
 
 

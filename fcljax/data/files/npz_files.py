@@ -17,7 +17,7 @@ from fcljax.data.files.arrays import (
     checked_splits,
     digest_of_examples,
     fifth_for_testing,
-    missing_labels,
+    rows_with_label,
     sides,
     with_row_numbers,
 )
@@ -97,8 +97,7 @@ def npz_dataset(
     used = {CLASS_NAMES, *required}
     parts = [_part(where, arrays, used, split_keys, split, as_arrays) for split, split_keys in splits.items()]
     num_rows = parts[0].examples
-    if skip_missing:
-        parts = [_drop_unlabelled(name, part, say) for part in parts]
+    parts = [_drop_unlabelled(name, where, part, skip_missing, say) for part in parts]
     labels = checked_splits(where, {part.keys.labels: part.labels for part in parts})
     parts = [part._replace(labels=values) for part, values in zip(parts, labels, strict=True)]
     for part in parts:
@@ -218,18 +217,27 @@ def _column(where: str, key: str, values: np.ndarray, examples: int, split: str)
     return values
 
 
-def _drop_unlabelled(name: str, part: _Part, say: Callable[[str], None]) -> _Part:
-    """Drop the examples of a split that have no label."""
+def _drop_unlabelled(
+    name: str, where: str, part: _Part, skip_missing: bool, say: Callable[[str], None]
+) -> _Part:
+    """Drop the examples of a split that have no label.
+
+    Raises:
+      InputError: naming the first of them, where the user does not allow it.
+    """
     # another number of labels than of examples: `check_lengths` reports it, with both
     # numbers
     if part.labels.shape[:1] != (part.examples,):
         return part
-    has_label = ~missing_labels(part.labels)
-    if has_label.all():
+
+    def place(row: int) -> str:
+        return f"{where}: {part.keys.labels}: example {row}"
+
+    index, note = rows_with_label(part.labels, place, skip_missing)
+    if not note:
         return part
-    missing = np.sum(~has_label)
-    say(f"{name}: skipped {missing:,} of {len(has_label):,} examples, without a label in {part.keys.labels}")
-    return _rows(part, np.flatnonzero(has_label))
+    say(f"{name}: {note} in {part.keys.labels}")
+    return _rows(part, index)
 
 
 def _rows(part: _Part, index: Int[np.ndarray, " n"]) -> _Part:
