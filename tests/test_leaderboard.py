@@ -143,6 +143,14 @@ def test_the_leaderboard_of_embedded_data_has_every_method_with_as_many_trials()
     assert untuned == {"fedncm", "fedrecon", "fedranpac", "zero-shot"}
 
 
+def test_a_new_method_joins_the_leaderboard_of_real_images():
+    """What its file leaves out needs a decoder or a text encoder, or trains as `centralised` does."""
+    decoder = {"pmae", "l2p-pmae", "dualprompt-pmae", "coda-prompt-pmae"}
+    texts = {"zero-shot", "promptfl", "fedtpg"}
+    left_out = set(METHODS) - {entry.method for entry in board.plan(CIFAR)}
+    assert left_out == {*decoder, *texts, "joint", "centralized-prompt"}
+
+
 @pytest.mark.parametrize("file", some([GLYPHS, CIFAR], [GLYPHS]), ids=["glyphs", "cifar"])
 def test_trials_see_no_test_image_and_share_all_but_the_tuned_options(file):
     for entry in board.plan(file):
