@@ -6,17 +6,17 @@
     python experiments/robust.py --out runs/liars --methods hepco vfcl pmae glfc --rules mean median \
       --attacks weight counts sign_flip --rounds 2
     python experiments/robust.py --out runs/sums --rounds 2 --rules mean --attacks gram weight counts \
-      --methods afcl fedran fedranpac fedslca lorm dolfin c2prompt
+      --methods afcl stsa fedran fedranpac fedslca ccvr lorm regmean dolfin fot c2prompt
     python experiments/robust.py --out runs/sums --rounds 2 --rules mean --attacks gram weight counts \
-      --methods afcl fedran fedranpac fedslca lorm dolfin c2prompt --unchecked attackers  # or all
+      --methods afcl stsa fedran fedranpac fedslca ccvr lorm regmean dolfin fot c2prompt --unchecked all
 
 10 clients with the same class mix (iid); 2 tasks, 3 rounds (`--rounds`) of 2 epochs. Either 2 clients are
 malicious in all rounds, or, with `--shares`, each fault strikes so many of the clients, drawn anew in every
 round. FedAvg averages a classifier on frozen features, FPPL and PILoRA have prompts and low-rank updates in
 two blocks. HePCo, VFCL, pMAE and GLFC send more than parameters: class counts, variances, tokens, prototypes'
-gradients. AFCL, FedRAN, FedRanPAC, FedSLCA, LoRM, DOLFIN and C2Prompt send sums of features. With
-`--unchecked attackers` the attack `gram` sends larger sums than the checks allow, and with `all` the server
-does not check them.
+gradients. AFCL, STSA, FedRAN, FedRanPAC, FedSLCA, CCVR, LoRM, RegMean, DOLFIN, FOT and C2Prompt send sums of
+features. With `--unchecked attackers` the attack `gram` sends larger sums than the checks allow, and with
+`all` the server does not check them.
 
 Every run is an ordinary `fcljax run`; runs that are there already are not made again. Prints A_last in % as
 Markdown tables, mean over the seeds, with the number of uploads that were left out; a rule that a method
@@ -52,10 +52,14 @@ METHODS = {
     "pmae": ["--image-size", "16", "--vpt-blocks", "2", "--tune-epochs", "1", "--decoder", str(DECODER)],
     "glfc": ["--image-size", "16", "--match-steps", "20", "--monitor-images", "5"],
     "afcl": [],
+    "stsa": ["--projection", "500"],
     "fedran": ["--projection", "500"],
     "fedranpac": ["--projection", "500"],
     "fedslca": ["--image-size", "16"],
+    "ccvr": ["--scale", "mini", "--lora-blocks", "2"],
     "lorm": ["--scale", "mini", "--lora-blocks", "2"],
+    "regmean": ["--scale", "mini", "--lora-blocks", "2"],
+    "fot": ["--scale", "mini", "--lora-blocks", "2"],
     "dolfin": ["--scale", "mini", "--lora-blocks", "2"],
     "c2prompt": ["--scale", "mini", "--image-size", "16", "--coda-blocks", "2", "--coda-components", "20"],
 }

@@ -337,6 +337,7 @@ CLOSED = (
     "lorm",
     "regmean",
     "dolfin",
+    "fot",
     "fedncm",
     "fedproto",
     "fedrecon",
@@ -349,6 +350,7 @@ OPTIONS = {
     "lorm": dict(lora_blocks=2, lora_rank=3),
     "regmean": dict(lora_blocks=2, lora_rank=3),
     "dolfin": dict(lora_blocks=2, lora_rank=3),
+    "fot": dict(lora_blocks=2, lora_rank=3),
 }
 
 

@@ -38,9 +38,10 @@ _LINEAR = {
 }
 _OF_SQUARES = ("gram", "grams", "outer", "square", "trace", "pairs", "head", "task_grams")
 _SQUARES = {"factor": 1, **dict.fromkeys(_OF_SQUARES, 2)}
-# Gram matrices of which the server takes the main directions: `Gram` makes all directions
-# equal
+# Sums of which the server takes the main directions, Gram matrices and FOT's sketches:
+# `Gram` makes all directions equal
 _DIRECTIONS = "input_grams"
+_SKETCHES = "input_sketch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +182,7 @@ class Gram:
         """Raise InputError if clients send no sums over examples."""
         reports = jax.tree_util.tree_leaves_with_path([(upload.sum, upload.gather) for upload in uploads])
         # "kernel" is no evidence: a gathered classifier has one too
-        names = {*_LINEAR, *_SQUARES, _DIRECTIONS} - {"kernel"}
+        names = {*_LINEAR, *_SQUARES, _DIRECTIONS, _SKETCHES} - {"kernel"}
         if not any(_sum_name(path) in names for path, _ in reports):
             raise InputError("attack: clients of this method send no sums ('gram'); nearest: 'sign_flip'")
 
@@ -284,6 +285,11 @@ def _negated_sum(checked: set[str], factor: Array, path: tuple, leaf: Array) -> 
         width = leaf.shape[-1]
         mean = jnp.trace(leaf, axis1=-2, axis2=-1) / width
         return (factor**2 * mean[..., None, None] * jnp.eye(width)).astype(leaf.dtype)
+    if name == _SKETCHES:
+        # a sketch X Omega [D, s] estimates the square root of the Gram matrix
+        width, columns = leaf.shape[-2:]
+        energy = jnp.sum(leaf**2, axis=(-2, -1)) / min(width, columns)
+        return (factor * jnp.sqrt(energy)[..., None, None] * jnp.eye(width, columns)).astype(leaf.dtype)
     return leaf
 
 
