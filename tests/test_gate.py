@@ -226,7 +226,9 @@ def test_labels_that_are_text_are_classes_in_the_order_of_class_names(tmp_path):
 def test_examples_without_a_label_are_left_out_where_that_is_asked_for(tmp_path):
     y = np.array([1, -1, 0, -100])
     name = npz(tmp_path, x_train=GREY, y_train=y, x_test=GREY, y_test=LABELS % 2, site_train=np.arange(4))
-    line = "y_train: example 1 has no label; 2 of 4 examples have none: leave them out with --skip-corrupt"
+    line = (
+        "y_train: example 1 (-1) has no label; 2 of 4 examples have none: leave them out with --skip-corrupt"
+    )
     assert line in refusal(load_dataset, name)
     data = load_dataset(name, DataOptions(skip_corrupt=True))
     assert data.y_train.tolist() == [1, 0] and data.columns["site"].tolist() == [0, 2]
@@ -237,7 +239,7 @@ def test_examples_without_a_label_are_left_out_where_that_is_asked_for(tmp_path)
 def test_of_classes_that_are_1_and_less_than_0_none_is_left_out(skip_corrupt, tmp_path):
     name = npz(tmp_path, x=TWELVE, y=2 * PARITY - 1)
     line = refusal(load_dataset, name, DataOptions(skip_corrupt=skip_corrupt))
-    assert "y: example 0 has the label -1; write the classes -1 and 1 as 0 and 1" in line
+    assert "y: example 0 (-1) has the label -1; write the classes -1 and 1 as 0 and 1" in line
 
 
 @pytest.mark.parametrize("keys", [("x", "y"), ("images", "labels"), ("X_train", "y_train")])

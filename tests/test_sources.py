@@ -185,10 +185,10 @@ def test_gray_images_get_three_equal_channels(tmp_path, shape):
         ({"y_train": np.eye(6, dtype=int)}, "y_train is int64 of shape (6, 6)"),
         ({"y_train": ARRAYS["y_train"] > 7}, "y_train is bool"),
         ({"y_train": ARRAYS["y_train"].astype(str)}, "y_train is <U"),
-        ({"y_train": ARRAYS["y_train"] - 3}, "y_train holds label -1"),
+        ({"y_train": ARRAYS["y_train"] - 3}, "(-1) has no label"),
         (
             {"y_train": ARRAYS["y_train"].astype(np.uint64) + np.uint64(2**63)},
-            "y_train holds label 9223372036854775815",
+            "y_train: example 0 (9223372036854775815) has no label",
         ),
         ({"y_test": np.array([30, 2, 8])}, "class 8 is in test but not in train"),
         ({"y_test": np.array([30, 7, 7])}, "class 2 is in train but not in test"),

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Num
 
+from fcljax.matrices import one_by_one
 from fcljax.types import Claim, ClientContext, Program, Upload
 
 # float32 rounding of a Gram matrix's eigenvalues, relative to its trace
@@ -108,13 +109,19 @@ def norm_by_gram(gram: Float[Array, "M M"], x: Float[Array, "M n"]) -> Float[Arr
     if len(gram) > EXACT:
         gram, x = sketch(gram, x)
     slack = jnp.maximum(ROUNDING * jnp.trace(gram), jnp.finfo(jnp.float32).tiny)
-    # the same triangle as in `parts.ridge.solve_ridge`, which factorises the sum of these
-    factor, is_lower = jax.scipy.linalg.cho_factor(gram + slack * jnp.eye(len(gram)))
     # G = R^T R: tr(X^T G^-1 X) = |R^-T X|^2
-    transformed = jax.scipy.linalg.solve_triangular(factor, x, trans=1, lower=is_lower)
+    diagonal, transformed = _inverse_root(gram + slack * jnp.eye(len(gram)), x)
     # a negative eigenvalue makes the factor NaN
-    definite = jnp.all(jnp.isfinite(jnp.diagonal(factor)))
+    definite = jnp.all(jnp.isfinite(diagonal))
     return jnp.where(symmetric & definite, jnp.sum(transformed**2), jnp.nan)
+
+
+@one_by_one
+def _inverse_root(gram: Float[Array, "M M"], x: Float[Array, "M n"]) -> tuple[Array, Array]:
+    """Return the diagonal [M] of R, where G = R^T R, and R^-T X [M, n]."""
+    # the same triangle as in `parts.ridge.solve_ridge`, which factorises the sum of these
+    factor, is_lower = jax.scipy.linalg.cho_factor(gram)
+    return jnp.diagonal(factor), jax.scipy.linalg.solve_triangular(factor, x, trans=1, lower=is_lower)
 
 
 def sketch(

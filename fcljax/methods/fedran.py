@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from fcljax import matrices
 from fcljax.federated.claims import (
     ROUNDING,
     SUMS,
@@ -215,7 +216,7 @@ def summary_of_examples(total: Examples, rank: int) -> Summary:
 def largest_of_examples(h: Float[Array, "n M"], rank: int) -> Float[Array, "n r"]:
     """Return the eigenvectors of H H^T with the largest eigenvalues, exactly for few rows."""
     if len(h) <= EXACT:
-        _, vectors = jnp.linalg.eigh(exact_matmul(h, h.T))
+        _, vectors = matrices.eigh(exact_matmul(h, h.T))
         return vectors[:, ::-1][:, :rank]  # eigenvalues ascend
 
     def times(vectors: Array) -> Array:
@@ -264,11 +265,11 @@ def largest_eigenvectors(
 
     def iterate(_: Array, basis: Array) -> Array:
         # without QR all columns would turn to the largest direction
-        return jnp.linalg.qr(times(basis))[0]
+        return matrices.qr(times(basis))[0]
 
-    basis = jax.lax.fori_loop(0, ITERATIONS, iterate, jnp.linalg.qr(start)[0])
+    basis = jax.lax.fori_loop(0, ITERATIONS, iterate, matrices.qr(start)[0])
     # Rayleigh-Ritz: eigenvectors of the matrix restricted to the subspace
-    values, vectors = jnp.linalg.eigh(exact_matmul(basis.T, times(basis)))
+    values, vectors = matrices.eigh(exact_matmul(basis.T, times(basis)))
     # eigenvalues ascend
     return values[::-1][:rank], exact_matmul(basis, vectors)[:, ::-1][:, :rank]
 
@@ -289,7 +290,7 @@ def possible_summary(
     rho = jnp.minimum(left_out, 2 * jnp.min(squares)) + ROUNDING * reported.trace
     rho = jnp.maximum(rho, jnp.finfo(jnp.float32).tiny)
     # F F^T + rho I is R R^T + rho I in the range of Z, where F = Z R, and rho I outside
-    z, r = jnp.linalg.qr(reported.factor)
+    z, r = matrices.qr(reported.factor)
     inside = exact_matmul(z.T, reported.products)
     outside = reported.products - exact_matmul(z, inside)
     gram = exact_matmul(r, r.T) + rho * jnp.eye(len(r))
@@ -358,8 +359,8 @@ def merge_directions(columns: Float[Array, "M n"], rank: int) -> Float[Array, "M
 
     [...] = Z R,  R = U S V^T,  F = Z U S
     """
-    z, r = jnp.linalg.qr(columns)
-    u, s, _ = jnp.linalg.svd(r, full_matrices=False)
+    z, r = matrices.qr(columns)
+    u, s, _ = matrices.svd(r)
     # [...] [...]^T = Z U S^2 U^T Z^T, so V is not needed
     return exact_matmul(z, u[:, :rank]) * s[:rank]
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
+from fcljax import matrices
 from fcljax.federated.claims import SUMS, norm_by_gram, possible_counts, possible_trace
 from fcljax.models.heads import Head, sum_by_class
 from fcljax.models.products import exact_einsum, exact_matmul
@@ -114,7 +115,7 @@ def merge_gaussians(gaussians: Gaussians, sums: ClassSums, task: Task) -> Gaussi
     mean, covariance = gaussians_of(sums)
     # C = V S V^T has the root V S^(1/2). Eigenvalues and not Cholesky: a class with fewer
     # examples than D has a singular covariance, with values that rounding makes negative
-    values, vectors = jnp.linalg.eigh(covariance)
+    values, vectors = jax.vmap(matrices.eigh)(covariance)
     root = vectors * jnp.sqrt(jnp.maximum(values, 0.0) + EXTRA_VARIANCE)[:, None, :]
     task_index = jnp.full(len(task.classes), task.index)
     of_task = Gaussians(mean, root, task_index, sums.examples > 0)

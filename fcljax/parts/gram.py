@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from fcljax import matrices
 from fcljax.federated.claims import SUMS, is_gram, norm_by_gram, possible_trace
 from fcljax.federated.schedule import phase_steps
 from fcljax.models.products import exact_einsum, exact_matmul
@@ -194,7 +195,7 @@ def inverse_of(gram: Float[Array, "*m n n"]) -> Float[Array, "*m n n"]:
     """Return the pseudo-inverse of a symmetric matrix; eigenvalues near 0 count as 0."""
     # directions without inputs have eigenvalue 0 up to rounding, about 1e-7 of the
     # largest one in float32; inverting them would blow up the result
-    return jnp.linalg.pinv(gram, rtol=1e-6, hermitian=True)
+    return jnp.vectorize(matrices.pinv, signature="(n,n)->(n,n)")(gram)
 
 
 def divide_by_gram(a: Float[Array, "*m rank D"], gram: Gram) -> Float[Array, "*m rank D"]:

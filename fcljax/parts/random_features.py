@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray, PyTree
 
+from fcljax import matrices
 from fcljax.federated.keys import InitKey
 from fcljax.models.products import exact_matmul
 from fcljax.parts.classifiers import computed, linear
@@ -128,7 +129,7 @@ def longest_projected(longest: ArrayLike, projection: Float[Array, "D M"]) -> Fl
     """Return a bound on the norm of `project` of features of at most the norm `longest`."""
     # |relu(f^T P)| <= |f^T P| <= |f| sigma_max(P), and sigma_max(P)^2 is the largest
     # eigenvalue of P P^T [D, D]
-    square = jnp.linalg.eigvalsh(exact_matmul(projection, projection.T))[-1]
+    square = matrices.eigvalsh(exact_matmul(projection, projection.T))[-1]
     return jnp.asarray(longest) * jnp.sqrt(square)
 
 

@@ -8,6 +8,7 @@ a Gram matrix, a random sketch.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fcljax import matrices
 from fcljax.models.products import exact_matmul
 
 # singular values below this share of the matrix's norm are rounding
@@ -20,7 +21,7 @@ def outside(
 ) -> tuple[Array, Array]:
     """Return the left singular vectors [D, D] and singular values [D] of (I - P) X, n >= D."""
     remainder = columns - exact_matmul(memory, columns)
-    vectors, values, _ = jnp.linalg.svd(remainder, full_matrices=False)
+    vectors, values, _ = matrices.svd(remainder)
     return vectors, values
 
 
@@ -41,5 +42,5 @@ def extend_directions(
     extended = memory + exact_matmul(jnp.where(is_added, vectors, 0.0), vectors.T)
     # a projection has the eigenvalues 0 and 1. Rounding moves them, and would grow from
     # task to task, so they are set to the nearer one
-    values, vectors = jnp.linalg.eigh((extended + extended.T) / 2)
+    values, vectors = matrices.eigh((extended + extended.T) / 2)
     return exact_matmul(jnp.where(values > 0.5, vectors, 0.0), vectors.T)

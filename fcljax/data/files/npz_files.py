@@ -231,7 +231,8 @@ def _drop_unlabelled(
         return part
 
     def place(row: int) -> str:
-        return f"{where}: {part.keys.labels}: example {row}"
+        number = f" ({part.labels[row]})" if part.labels.dtype.kind in "iu" else ""
+        return f"{where}: {part.keys.labels}: example {row}{number}"
 
     index, note = rows_with_label(part.labels, place, skip_missing)
     if not note:
