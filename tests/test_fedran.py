@@ -23,6 +23,7 @@ from micro import (
 from test_closed_form import FEATURES, ONE_HOT, PARTITIONS, exchanged, projected, ridge_of, seen_after
 from test_fedrecon import PIXELS, run_of
 
+from fcljax import matrices
 from fcljax.federated import communication
 from fcljax.methods import fedran as module
 from fcljax.methods.fedran import (
@@ -148,13 +149,13 @@ def test_a_run_is_the_same_with_and_without_gram_matrices(options):
 
 def test_many_examples_have_the_directions_of_their_gram_matrix_without_its_whole_decomposition(monkeypatch):
     monkeypatch.setattr(module, "EXACT", 32)
-    decomposed, eigh = [], jnp.linalg.eigh
+    decomposed, eigh = [], matrices.eigh
 
     def recorded(matrix):
         decomposed.append(matrix.shape)
         return eigh(matrix)
 
-    monkeypatch.setattr(jnp.linalg, "eigh", recorded)
+    monkeypatch.setattr(matrices, "eigh", recorded)
     h = (np.random.default_rng(0).normal(size=(40, 48)) * 2.0 ** -np.arange(40)[:, None]).astype(np.float32)
     examples = module.Examples(jnp.asarray(h), jnp.zeros((48, 5)), jnp.int32(40))
     factor = np.asarray(module.summary_of_examples(examples, 5).factor, np.float64)
