@@ -19,6 +19,7 @@ FLOORS = (
         "archives",
         "types",
         "mesh",
+        "matrices",
         "terminal",
         "pixels",
         "run_options",
