@@ -20,21 +20,13 @@ def one_by_one(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     Other devices compute the batch at once. The result has no gradient.
     """
 
-    @jax.custom_batching.custom_vmap
-    def of_one(*arrays: ArrayLike) -> PyTree:
+    # the function's own options, such as `symmetrize_input`, must stay out of its arrays
+    @jax.custom_batching.sequential_vmap
+    def serial(*arrays: ArrayLike) -> PyTree:
         return function(*arrays)
 
-    @of_one.def_vmap
-    def of_batch(size: int, is_batched: list[bool], *arrays: ArrayLike) -> tuple[PyTree, PyTree]:
-        def batch_of(array: ArrayLike, batched: bool) -> Array:
-            return jnp.asarray(array) if batched else jnp.broadcast_to(array, (size, *jnp.shape(array)))
-
-        def serial(*batch: Array) -> PyTree:
-            return jax.lax.map(lambda example: of_one(*example), batch)
-
-        whole = map(batch_of, arrays, is_batched)
-        result = jax.lax.platform_dependent(*whole, cpu=serial, default=jax.vmap(function))
-        return result, jax.tree.map(lambda _: True, result)
+    def of_one(*arrays: ArrayLike) -> PyTree:
+        return jax.lax.platform_dependent(*arrays, cpu=serial, default=function)
 
     return of_one
 
